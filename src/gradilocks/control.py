@@ -290,15 +290,17 @@ class GradientControl:
 
         For frameworks, which make them later, or make them anew. The scale, what the policies have
         learned, the step count and the recorder go on. What a clip policy knows of each parameter
-        is found again by the parameters' names.
+        stays with it, in whatever order and among whatever others it comes; where parameters have
+        become others, it is found again by their names.
 
         Args:
             optimizers: all that it is to step from here on.
             model: names their parameters; None for the one that it has.
 
         Raises:
-            BadState: the clip policy has learned of parameters that are not among them. Then
-                nothing has changed.
+            BadState: the clip policy has learned of parameters that are not among them, neither
+                they themselves nor, for each of those that are, one of its name. Then nothing has
+                changed.
         """
         checked = checked_optimizers(optimizers)
         if not checked:
@@ -306,7 +308,8 @@ class GradientControl:
         known = self._names.model if model is None else model
         before, names = self._optimizers, self._names.model
         losses, parts = self._engine.losses, self._states_of_parts()
-        state = self._engine.saved() if before else self._waiting_state
+        state = whole = self._engine.saved() if before else self._waiting_state
+        kept = self._engine.remembered(every_parameter(checked)) if before else None
         # By their new places; of one that is made anew, by the place of the one before.
         places = {id(optimizer): k for k, optimizer in enumerate(checked)}
         parts = {
@@ -314,21 +317,29 @@ class GradientControl:
             for k, saved in parts.items()
         }
         if state is not None:
+            alone = list(parts.values())
             parts, state = self._divided(parts, state, before, checked)
+            if any(state is each for each in alone):  # It goes on with what one has learned alone.
+                kept = None
         steps: int | None = None
         self._take(checked, known)
         self._engine.forget_parameters()
         if state is not None:
+            if kept is not None:
+                state = {**state, "gradilocks": {**state["gradilocks"], "clip_state": None}}
             try:
                 steps = self._engine.load(state, self._ranks)
             except BadState:
                 if before:
+                    assert whole is not None
                     self._take(before, names)
-                    self._engine.load(state, self._ranks)
+                    self._engine.load(whole, self._ranks)
                 else:
                     self._optimizers = ()
                     self._names.use(names, ())  # type: ignore[arg-type]
                 raise
+            if kept is not None:
+                self._engine.remember(kept)
         losses.adds_up = self._engine.losses.adds_up
         self._engine.losses = losses  # Gradients of theirs may be waiting.
         waited = self._waiting_state
@@ -1087,7 +1098,7 @@ class GradientControl:
             state = self._engine.saved()
             self._engine.forget_steps()  # Else they would count twice.
         if state is not None:
-            part._engine.load(state, part._ranks)
+            part._engine.load(state, part._ranks, changed=True)
         return part
 
     def _step_apart(self, part: GradientControl, closure: Callable[[], Tensor] | None) -> Outcome:

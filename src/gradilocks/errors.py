@@ -115,8 +115,13 @@ class NeverFinite(NonFiniteGradient):
 
     Attributes:
         culprits: as in `NonFiniteGradient`, of the last step.
-        scales: the scale in force at each of those steps, oldest first.
-        curable: whether a smaller scale could still bring finite gradients.
+        in_a_row: how many steps that were.
+        scales: the scale in force at each of them, oldest first; of the last 1,000 if there were
+            more, or of fewer where a checkpoint did not have them: `in_a_row` tells.
+        curable: whether a smaller scale could still bring finite gradients. True if NaN and Inf
+            became fewer as the scale fell; False if the loss itself was NaN or Inf at every step,
+            or the scale has fallen to 2^-24, where float16 has room for gradients of 10^12; None
+            if it is not known, as long as an overflow and a division by zero look alike.
     """
 
     def __init__(
@@ -125,8 +130,10 @@ class NeverFinite(NonFiniteGradient):
         *,
         culprits: Sequence[str] = (),
         scales: Sequence[float] = (),
-        curable: bool = False,
+        curable: bool | None = None,
+        in_a_row: int | None = None,
     ) -> None:
         super().__init__(message, culprits=culprits)
         self.scales = tuple(scales)
         self.curable = curable
+        self.in_a_row = len(self.scales) if in_a_row is None else in_a_row

@@ -249,6 +249,17 @@ class OwnedParameters(NamedTuple):
             found.append(at)
         return found
 
+    def known_among(self, saved: Sequence[Placed]) -> dict[int, int]:
+        """Where those of them are that are among `saved`, after some were added or taken away.
+
+        Nothing if that cannot be told: a place in an optimizer names another parameter as soon as
+        one before it is gone.
+        """
+        if len(self.parameters) < len(saved) and any(is_unnamed(name) for name, _ in saved):
+            return {}
+        exact = {each: at for at, each in enumerate(saved)}
+        return {k: exact[each] for k, each in enumerate(self.parameters) if each in exact}
+
 
 def is_unnamed(name: str) -> bool:
     """Whether this is only the parameter's place in an optimizer."""

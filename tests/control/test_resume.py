@@ -122,6 +122,9 @@ def test_the_checkpoint_is_plain_data():
             for key, inner in value.items():
                 assert type(key) is str
                 check(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                check(inner)
         else:
             assert type(value) in (int, float, str, bool, type(None)), value
 
@@ -260,6 +263,11 @@ def without(path):
     return change
 
 
+def in_a_streak(steps):
+    """Three non-finite steps in a row, of which `steps` are told."""
+    return lambda saved: saved[OURS].update(streak=3, streak_steps=steps)
+
+
 def setting_to(path, value):
     def change(saved):
         *outer, last = path
@@ -299,6 +307,11 @@ BROKEN = {
     "steps negative": (setting_to([OURS, "steps"], -1), BadState, "steps"),
     "steps None": (setting_to([OURS, "steps"], None), BadState, "steps"),
     "streak a text": (setting_to([OURS, "streak"], "3"), BadState, "streak"),
+    "more steps than the streak": (in_a_streak([[8.0, 1, 0, False]] * 4), BadState, "at most 3"),
+    "streak steps a text": (in_a_streak("8"), BadState, "streak_steps"),
+    "a streak step without a loss": (in_a_streak([[8.0, 1, 0]]), BadState, "streak_steps"),
+    "a streak step of scale 0": (in_a_streak([[0.0, 1, 0, False]]), BadState, "scale"),
+    "a streak step of -1 NaN": (in_a_streak([[8.0, -1, 0, None]]), BadState, "count NaN and Inf"),
     "hysteresis True": (setting_to([OURS, "hysteresis"], True), BadState, "hysteresis"),
     "ours a list": (setting_to([OURS], [1]), BadState, "must be a dict"),
     "ours None": (setting_to([OURS], None), BadState, "must be a dict"),

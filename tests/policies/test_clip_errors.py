@@ -138,9 +138,10 @@ def test_another_number_of_parameters_is_refused():
 def test_parameters_that_are_added_later_start_afresh():
     control = stepped(AdaGC(warmup=1))
     (optimizer,) = control._optimizers
+    before = learned(control)["usual"]
     new = nn.Parameter(torch.zeros(1))
     optimizer.add_param_group({"params": [new]})
-    before = learned(control)["usual"]
+    assert learned(control)["usual"] == [*before, math.inf]  # What is saved fits what is there.
     control.zero_grad()
     control.backward(sum(param.sum() for param in control._all_parameters()))
     control.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -22,6 +23,7 @@ from gradilocks import (
     SkipSpikes,
     ZScoreClip,
     chain,
+    read_run,
 )
 from tests.policies.learned import learned
 
@@ -318,6 +320,74 @@ def test_a_rejected_step_is_no_nonfinite_gradient():
     _, outcome = run.step(50.0)
     assert outcome.rejected
     assert outcome.describe().startswith("finite gradients, rejected: norm 50 over 1")
+
+
+USUAL = (1.0, 1.5, 1.0, 1.5)
+SPIKES = SkipSpikes(sigmas=2.0, at_least=4, window=8)
+BOUND = 1.25 + 2.0 * math.sqrt(4 * 0.25**2 / 3)  # Of these norms, by this policy.
+
+
+@pytest.mark.parametrize(
+    ("policy", "bound"),
+    [
+        (SPIKES, BOUND),
+        (chain(SPIKES, ClipByNorm(0.5)), BOUND),
+        (chain(ClipByNorm(40.0), SPIKES), BOUND),
+        (chain(SPIKES, SkipSpikes(sigmas=1.0, at_least=4, window=8), 0.5), (BOUND + 1.25) / 2),
+        (chain(SkipSpikes(sigmas=1e3, at_least=4, window=8), SPIKES, 0.5), BOUND),
+    ],
+)
+def test_a_rejection_tells_the_bound_that_rejected(policy, bound):
+    run = Run(policy)
+    for norm in USUAL:
+        run.step(norm)
+    _, outcome = run.step(50.0)
+    assert outcome.rejected
+    assert outcome.limit == pytest.approx(bound, rel=1e-5)
+    assert outcome.tensors["limit"].item() == outcome.limit
+    assert outcome.describe() == f"finite gradients, rejected: norm 50 over {outcome.limit:.6g}"
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_step_that_is_not_finite_is_rejected_by_nobody(bad):
+    run = Run(chain(SPIKES, ClipByNorm(0.5)))
+    for norm in USUAL:
+        run.step(norm)
+    _, outcome = run.step(bad)
+    assert outcome.skipped
+    assert not outcome.rejected
+    assert outcome.limit == 0.5
+
+
+class Shorter(ClipByNorm):
+    """Of a user: also rejects what is shorter than 1, which is over no bound."""
+
+    def limit(self, measurement, scale, state=None):
+        limit = super().limit(measurement, scale)
+        return dataclasses.replace(limit, reject=(measurement.norm / scale < 1.0).float())
+
+
+@pytest.mark.parametrize("clip", [Shorter(4.0), Shorter(INF), chain(Shorter(4.0), 2.0)])
+def test_a_rejection_by_another_rule_is_told_of_no_bound(clip, tmp_path, caplog):
+    run = Run(clip, record=tmp_path / "a")
+    assert not run.step(3.0)[1].rejected
+    _, outcome = run.step(0.5)
+    assert outcome.rejected
+    assert outcome.describe() == "finite gradients, rejected by the clip policy"
+    run.control.recorder.close()
+    (line,) = (each.getMessage() for each in caplog.records if "skipped" in each.getMessage())
+    assert line == "step 2 skipped: finite gradients, rejected by the clip policy; scale 1024"
+
+
+def test_the_log_and_the_run_file_tell_the_bound_that_rejected(tmp_path, caplog):
+    run = Run(chain(SPIKES, ClipByNorm(0.5)), record=tmp_path / "a")
+    for norm in (*USUAL, 50.0):
+        _, outcome = run.step(norm)
+    run.control.recorder.close()
+    (line,) = (each.getMessage() for each in caplog.records if "skipped" in each.getMessage())
+    assert f"norm 50 over {outcome.limit:.6g}" in line
+    limits = [step.limit for step in read_run(tmp_path / "a").steps]
+    assert limits == [0.5] * 4 + [pytest.approx(BOUND, rel=1e-5)]
 
 
 def test_numbers_of_groups_survive_json():

@@ -148,6 +148,22 @@ def test_a_rejected_step_does_not_move_the_scale():
     assert scaler.outcome.describe() == "finite gradients, rejected: norm 100 over 1"
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_rejection_in_a_chain_tells_the_bound_that_rejected(enabled):
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    clip = chain(SkipSpikes(at_least=2, window=4), ClipByNorm(0.5))
+    scaler = GradScaler("cpu", enabled=enabled, clip=clip)
+    for gradient in (1.0, 1.0, 100.0):
+        optimizer.zero_grad()
+        scaler.scale((param * gradient).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.outcome.rejected
+    assert scaler.outcome.limit == 1.0
+    assert scaler.outcome.describe() == "finite gradients, rejected: norm 100 over 1"
+
+
 def test_unscaling_first_changes_nothing():
     mine, theirs = model(), model()
     for net, first in ((mine, True), (theirs, False)):

@@ -147,8 +147,8 @@ def test_all_ranks_give_up_alike(returned: dict[str, list[Any]], layout: str) ->
         assert scales == [2.0**16 / 2**k for k in range(LIMIT)]
         assert scale == 2.0**16 / 2**LIMIT
         assert ("The loss itself was NaN or Inf" in words) is ("loss" in fault), fault
-        # An Inf that stays while the scale falls 2048-fold is none that a smaller scale cures.
-        assert curable is False
+        # An Inf that stays while the scale falls 2048-fold proves nothing; a broken loss does.
+        assert curable is (False if "loss" in fault else None), fault
         assert culprits
         # The schedule counted the two steps that were taken, and stood still afterwards.
         assert rates == pytest.approx([0.05, 0.1 / 3] + [0.1 / 3] * (LIMIT - 1))
@@ -193,7 +193,7 @@ def test_whether_a_smaller_scale_may_help_is_the_same_everywhere(
 ) -> None:
     first, second = returned["a_short_streak"]
     assert first == second
-    assert all(curable for curable, _ in first.values())
+    assert all(curable is None for curable, _ in first.values())
     assert "a smaller scale may cure this" in first["Inf in a gradient"][1]
 
 

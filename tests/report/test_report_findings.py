@@ -119,6 +119,14 @@ def test_a_streak_of_skips_is_a_problem_that_no_scale_cures() -> None:
     assert "a smaller scale does not cure this" in finding.sentence
 
 
+def test_of_a_streak_that_ended_at_a_high_scale_it_is_not_known_what_cures_it() -> None:
+    plant = {n: {**SKIPPED, "scale": 2.0 ** (3008 - n)} for n in range(2976, 3001)}
+    finding = found(made_run(3000, plant=plant))["skipped"]
+    assert finding.severity == "problem"
+    assert "25 of them came in a row, the last at a scale of 2^8" in finding.sentence
+    assert "Whether a smaller scale cures this is not known." in finding.sentence
+
+
 def test_a_streak_that_a_smaller_scale_ended_says_so() -> None:
     plant = {n: {**SKIPPED, "scale": 2.0 ** (46 - n)} for n in range(30, 55)}
     finding = found(made_run(3000, plant=plant))["skipped"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,8 @@ def chain(*policies: Any) -> Chain:
     """Clip policies one after the other: `chain(SkipSpikes(), ClipByNorm(1.0))`.
 
     Each sees the gradients as the one before has left them. One that rejects a step rejects it for
-    all, and none of them learns from it.
+    all, and none of them learns from it. The limit of a step is the smallest of theirs; of one that
+    was rejected, that of the policy that did so.
 
     Args:
         policies: two or more, measured with the same order; a number means ClipByNorm.
@@ -119,7 +121,7 @@ class Chain(ClipPolicy):
         rejections = [each.reject for each in limits if each.reject is not None]
         return ClipLimit(
             coefficient=functools.reduce(torch.mul, [each.coefficient for each in limits]),
-            limit=functools.reduce(torch.minimum, [each.limit for each in limits]),
+            limit=_bound(limits, seen[0][0].nonfinite),
             clipped=functools.reduce(torch.maximum, [each.clipped for each in limits]),
             value=values[-1] if values else None,  # It bounds what the others have left.
             factors=_product([each.factors for each in limits]),
@@ -168,6 +170,19 @@ def _after(measurement: Measurement, limit: ClipLimit) -> Measurement:
         norm=norm,
         tensors=dataclasses.replace(statistics, norms=norms, largest=largest),
     )
+
+
+def _bound(limits: Sequence[ClipLimit], nonfinite: Tensor) -> Tensor:
+    """0-d: the smallest bound on the norm; of a rejected step, of those that have rejected it."""
+    smallest = functools.reduce(torch.minimum, [each.limit for each in limits])
+    bound = torch.full_like(smallest, math.inf)
+    rejected = torch.zeros_like(nonfinite, dtype=torch.bool)
+    for each in limits:
+        if each.reject is not None:
+            rejects = (each.reject > 0) & (nonfinite == 0)  # Else it is no rejection.
+            bound = torch.where(rejects, torch.minimum(bound, each.limit), bound)
+            rejected = rejected | rejects
+    return torch.where(rejected, bound, smallest)
 
 
 def _product(factors: Sequence[Tensor | None]) -> Tensor | None:

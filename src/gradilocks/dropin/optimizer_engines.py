@@ -107,10 +107,15 @@ class OptimizerEngines:
         engine = Engine(self.scale or NoScale(), self.clip, names=names)
         engine.table, engine.owner = GradientTable(refuse_twice=False), ref
         if self._loaded:
-            saved = self._place(_signature(optimizer, engine.names))
+            signature = _signature(optimizer, engine.names)
+            saved = self._place(signature)
             if saved is not None:
-                engine.recall(self._loaded[saved]["memory"])
-                del self._loaded[saved]
+                state = self._loaded.pop(saved)
+                params = list(every_parameter([optimizer]))
+                if len(state["names"]) < len(params):  # Others have been added since.
+                    at = {name: k for k, name in enumerate(signature["names"])}
+                    params = [params[at[name]] for name in state["names"]]
+                engine.recall(state["memory"], params)
         self.known[place] = ref, engine
         return engine
 
@@ -194,7 +199,8 @@ class OptimizerEngines:
             optimizer = ref()
             if optimizer is not None:
                 signature = _signature(optimizer, engine.names)
-                known.append({**signature, "memory": save_memory(engine.memory)})
+                memory = engine.memory_for(list(every_parameter([optimizer])))
+                known.append({**signature, "memory": save_memory(memory)})
         return known + self._loaded
 
     def _place(self, mine: dict[str, list[Any]]) -> int | None:
@@ -210,10 +216,16 @@ class OptimizerEngines:
                 )
                 if agree or called_alike(mine["names"], state["names"]):
                     return place
+        sizes = dict(zip(mine["names"], mine["sizes"], strict=True))
+        for place, state in enumerate(self._loaded):
+            pairs = zip(state["names"], state["sizes"], strict=True)
+            if all(sizes.get(name) == size and not is_unnamed(name) for name, size in pairs):
+                return place  # Of these parameters before others were added to them.
         if self.clip.learns:
             _logger.warning(
                 "%s starts afresh for an optimizer of %d parameters (%s, ...): the state_dict that "
-                "was loaded does not know it.",
+                "was loaded does not know it. Parameters that were added since are told from the "
+                "others by their names, GradScaler(model=...).",
                 self.clip.policy_name,
                 len(mine["names"]),
                 mine["names"][0],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.errors import BadState, MissingKey
-from gradilocks.scale import DynamicScale, ScalePolicy
+from gradilocks.scale import DynamicScale, ScalePolicy, bounds_in_float32
 from gradilocks.state.checkpoint import SCALERS as KEY
 from gradilocks.state.checkpoint import load_scale, rebuild, with_settings
 from gradilocks.state.other_scalers import OtherScaler
@@ -61,7 +61,7 @@ def check_state(state: Mapping[str, Any], *, lowest: float, highest: float, dela
             "_growth_tracker in the state_dict must be a whole number, got "
             f"{state['_growth_tracker']}."
         )
-    scale = state["scale"]
+    scale, (lowest, highest) = state["scale"], bounds_in_float32(lowest, highest)
     if not lowest <= scale <= highest:
         collapsed = (
             " A scale of 0 is what torch's scaler leaves behind after it has collapsed: start from "

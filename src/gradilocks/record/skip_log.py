@@ -160,8 +160,10 @@ def _why(group: Sequence[Step]) -> str:
     first = group[0]
     if first.reason == "rejected":
         why = "finite gradients, rejected by the clip policy"
-        known = first.norm is not None and first.limit is not None
-        return f"{why}: norm {first.norm:.6g} over {first.limit:.6g}" if known else why
+        norm, limit = first.norm, first.limit
+        if norm is None or limit is None or not norm > limit:  # By a rule of the policy's own.
+            return why
+        return f"{why}: norm {norm:.6g} over {limit:.6g}"
     bad = [step for step in group if step.culprits or step.loss_nonfinite]
     if not bad:
         return (

@@ -26,8 +26,10 @@ MANY = 0.1
 # Below three, one bad batch in a short run would pass for a rate.
 COUNTABLE = 3
 # From 2^16 it takes 40 halvings to the smallest scale that fp16 can make use of, 2^-24; half of
-# them in a row, and the scale is not what is wrong.
+# them in a row, and no step after them, is no settling any more.
 STREAK = 20
+# There fp16 has room for gradients of 10^12: what is NaN or Inf then was not made so by the scale.
+SMALLEST = 2.0**-24
 # A spike filter that rejects one batch in twenty takes the tail of the data for spikes.
 MANY_REJECTED = 0.05
 # No dynamic scale lets a loss grow a hundredfold for one step: that is a batch.
@@ -68,7 +70,13 @@ def skipping(track: Track) -> Iterator[Finding]:
         named(f"{count(len(places), 'step')} skipped: NaN or Inf in the gradients", track, places),
         f"{percent(len(places) / len(track.steps))} of all steps changed nothing{since}. "
         f"{where_it_arose(track, places)}"
-        + _what_to_do(severity, longest, unscaled=unscaled, recovered=recovered),
+        + _what_to_do(
+            severity,
+            longest,
+            unscaled=unscaled,
+            recovered=recovered,
+            scale=track.scale[places[-1]],
+        ),
         {"skipped": len(places), "after settling": len(late), "longest streak": longest},
         step=first,
         culprit=likely_culprit(track, places),
@@ -191,7 +199,10 @@ def _longest_streak(places: Sequence[int]) -> int:
     return max(len(list(streak)) for _, streak in streaks)
 
 
-def _what_to_do(severity: Severity, longest: int, *, unscaled: bool, recovered: bool) -> str:
+def _what_to_do(
+    severity: Severity, longest: int, *, unscaled: bool, recovered: bool, scale: float
+) -> str:
+    """What to try; `scale` is that of the last skipped step, NaN if it is not known."""
     if unscaled:
         return "Look at the inputs, and at what divides or takes a root or a logarithm."
     if longest >= STREAK and recovered:
@@ -199,10 +210,16 @@ def _what_to_do(severity: Severity, longest: int, *, unscaled: bool, recovered: 
             f"{longest:,} of them came in a row until the scale was small enough. Start with a "
             "smaller one, or let HeadroomScale find it without losing steps."
         )
-    if longest >= STREAK:
+    if longest >= STREAK and scale <= SMALLEST:
         return (
-            f"{longest:,} of them came in a row, enough to halve any scale to nothing: a smaller "
+            f"{longest:,} of them came in a row, down to a scale of {power(scale)}: a smaller "
             "scale does not cure this."
+        )
+    if longest >= STREAK:
+        last = "" if math.isnan(scale) else f", the last at a scale of {power(scale)}"
+        return (
+            f"{longest:,} of them came in a row{last}, and no step was taken after them. Whether a "
+            "smaller scale cures this is not known."
         )
     if severity == "note":
         return "That is the usual price of a dynamic scale."

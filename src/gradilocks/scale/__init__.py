@@ -9,6 +9,8 @@ from gradilocks.scale.scale_policy import (
     ScalePolicy,
     ScaleRules,
     StaticScale,
+    bounds_in_float32,
+    in_float32,
     scale_gradient,
     scale_loss,
 )
@@ -23,6 +25,8 @@ __all__ = [
     "ScaleRules",
     "StaticScale",
     "advance_dynamic",
+    "bounds_in_float32",
+    "in_float32",
     "resolve_scale",
     "scale_gradient",
     "scale_loss",

@@ -67,6 +67,7 @@ class HeadroomScale(ScalePolicy):
     min_scale: float = 2.0**-24
     max_scale: float = 2.0**32
     needs_largest = True
+    kept_scales = ("ceiling", "held")
 
     def __post_init__(self) -> None:
         check_moving(self)

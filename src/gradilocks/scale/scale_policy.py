@@ -6,6 +6,7 @@ that neither the host nor a captured graph has to know what the scale is.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,10 @@ __all__ = [
     "ScalePolicy",
     "ScaleRules",
     "StaticScale",
+    "bounds_in_float32",
     "check_moving",
     "check_scale",
+    "in_float32",
     "new_state",
     "scale_gradient",
     "scale_loss",
@@ -78,6 +81,8 @@ class ScalePolicy(Policy):
     """Whether it asks for the largest magnitude, and whether the loss was finite."""
     delay: int = 0
     """How far below 0 the growth tracker of its state may start."""
+    kept_scales: tuple[str, ...] = ()
+    """The names in `state.more` of its state that are scales: they lie within its bounds."""
 
     def rules(self) -> ScaleRules | None:
         """Its rule in numbers, if a device can follow it by itself."""
@@ -112,7 +117,7 @@ class ScalePolicy(Policy):
 class AdaptedScale(Adapted, ScalePolicy):
     """A user's policy that is no ScalePolicy, with the defaults for what it does not define."""
 
-    _taken = ("needs_largest", "delay", "bounds", "start", "advance")
+    _taken = ("needs_largest", "delay", "kept_scales", "bounds", "start", "advance")
 
 
 @dataclass(frozen=True)
@@ -209,6 +214,20 @@ def new_state(
         growth_tracker=torch.full((), tracker, dtype=torch.int32, device=device),
         hysteresis=torch.full((), hysteresis, dtype=torch.int32, device=device),
     )
+
+
+def bounds_in_float32(lowest: float, highest: float) -> tuple[float, float]:
+    """The bounds that a scale keeps, which is a float32: rounding may take it past the given ones.
+
+    Args:
+        lowest, highest: as the user wrote them, such as 1e-4, which no float32 is.
+    """
+    return min(lowest, in_float32(lowest)), max(highest, in_float32(highest))
+
+
+def in_float32(value: float) -> float:
+    """The float32 that is nearest to `value`: what a scale is that was set to it."""
+    return ctypes.c_float(value).value
 
 
 def check_scale(name: str, value: float) -> None:

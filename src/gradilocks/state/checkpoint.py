@@ -19,8 +19,16 @@ from torch import Tensor
 from gradilocks.clip import Chain, ClipPerGroup, ClipPolicy, resolve_clip
 from gradilocks.errors import BadState, MissingKey
 from gradilocks.names import OwnedParameters, Placed
-from gradilocks.scale import LARGEST, SMALLEST, DynamicScale, ScalePolicy, resolve_scale
+from gradilocks.scale import (
+    LARGEST,
+    SMALLEST,
+    DynamicScale,
+    ScalePolicy,
+    bounds_in_float32,
+    resolve_scale,
+)
 from gradilocks.state.other_scalers import recognize
+from gradilocks.step.diagnose import Symptom
 from gradilocks.step.outcome import fetch
 from gradilocks.values import ScaleState, moved
 
@@ -62,9 +70,13 @@ class Loaded:
     of_all: tuple[list[Placed], dict[str, Tensor]] | None = None
     """What it remembers of each parameter of all ranks, and which they are; None if nothing was
     saved of it, or not whose it is."""
+    known: Sequence[int] | None = None
+    """The places of those of this rank's parameters that `memory` is about; None: all of them."""
     steps: int | None = None
     """How many steps had been judged; None if another scaler has saved it."""
     streak: int = 0
+    symptoms: Sequence[Symptom] = ()
+    """The last steps of the streak, oldest first, as far as they were saved."""
 
 
 def save(
@@ -76,6 +88,7 @@ def save(
     parameters: Sequence[Placed] | None,
     steps: int,
     streak: int,
+    symptoms: Sequence[Symptom] = (),
 ) -> dict[str, Any]:
     """The checkpoint of a GradientControl.
 
@@ -84,6 +97,7 @@ def save(
         memory: what the clip policy remembers.
         parameters: those of which it remembers a number each, in order; None if that is not known.
         steps, streak: how many steps it has judged, and how many in a row were non-finite.
+        symptoms: the last of the streak, oldest first.
     """
     named: dict[str, Any] = {}
     if clip_policy.by_parameter and parameters is not None:
@@ -105,6 +119,7 @@ def save(
             "scale_state": scale["state"],
             "steps": steps,
             "streak": streak,
+            "streak_steps": [[s.scale, s.nan, s.inf, s.loss_nonfinite] for s in symptoms],
         },
     }
 
@@ -115,6 +130,7 @@ def load(
     clip_policy: ClipPolicy,
     *,
     owned: OwnedParameters,
+    changed: bool = False,
 ) -> Loaded:
     """Checks `saved` against the present policies and says what to go on with.
 
@@ -124,6 +140,8 @@ def load(
         scale_policy: the policy in force; a checkpoint of another class does not fit.
         clip_policy: likewise.
         owned: the parameters of this rank.
+        changed: whether parameters may have been added or taken away since: then what is known of
+            the others is taken, else a checkpoint of other parameters does not fit.
 
     Returns:
         What was loaded. Raises BadState if anything does not fit.
@@ -157,14 +175,13 @@ def load(
     _require(saved, ("scale", "_growth_tracker"), where="state_dict")
     rebuilt = rebuild(scale_policy, ours["scale_policy"], "scale")
     clip = rebuild(clip_policy, ours["clip_policy"], "clip")
-    scale, (lowest, highest) = check_scale(saved["scale"]), rebuilt.bounds()
-    # The scale is a float32, the policy's bounds are not.
-    if not lowest * (1 - 1e-6) <= scale <= highest * (1 + 1e-6):
+    scale, (lowest, highest) = check_scale(saved["scale"]), bounds_in_float32(*rebuilt.bounds())
+    if not lowest <= scale <= highest:
         raise BadState(
             f"the scale in the state_dict must lie in [{lowest:g}, {highest:g}], as its policy "
             f"says, got {scale:g}."
         )
-    memory, of_all = _load_named_memory(clip, ours, owned)
+    memory, of_all, known = _load_named_memory(clip, ours, owned, changed=changed)
     kept = {"hysteresis": ours["hysteresis"], "state": ours.get("scale_state") or {}}
     return Loaded(
         scale_policy=rebuilt,
@@ -172,9 +189,32 @@ def load(
         state=load_scale(rebuilt, saved, {"policy": ours["scale_policy"], **kept}),
         memory=memory,
         of_all=of_all,
+        known=known,
         steps=_check_count("steps", ours["steps"]),
         streak=_check_count("streak", ours["streak"]),
+        symptoms=_load_symptoms(ours.get("streak_steps", []), ours["streak"]),
     )
+
+
+def _load_symptoms(saved: Any, streak: int) -> list[Symptom]:
+    """The last steps of a streak of non-finite ones, or BadState; none were saved before 0.2."""
+    if not isinstance(saved, (list, tuple)) or len(saved) > streak:
+        raise BadState(
+            f"streak_steps in the state_dict must be a list of at most {streak} steps, as many as "
+            f"streak says, got {saved!r:.80}."
+        )
+    symptoms = []
+    for each in saved:
+        row = list(each) if isinstance(each, (list, tuple)) else []
+        if len(row) != 4 or not (row[3] is None or isinstance(row[3], bool)):
+            raise BadState(
+                "a step of streak_steps in the state_dict must have a scale, how many NaN and Inf "
+                f"there were, and whether the loss was one of them, got {each!r:.80}."
+            )
+        if not all(type(number) is int and number >= 0 for number in row[1:3]):
+            raise BadState(f"streak_steps in the state_dict must count NaN and Inf, got {row!r}.")
+        symptoms.append(Symptom(check_scale(row[0]), *row[1:]))
+    return symptoms
 
 
 def fitted(
@@ -211,11 +251,22 @@ def fitted(
     ours["clip_policy"] = describe(clip_policy)
     tracker = saved.get("_growth_tracker", 0)
     before = ours.get("scale_policy", {}).get("name")
+    kept = save_scale(scale_policy, fresh)
     if before != scale_policy.policy_name:
         scale = None if before == "NoScale" else scale
-        kept = save_scale(scale_policy, fresh)
         ours |= {"hysteresis": kept["hysteresis"], "scale_state": kept["state"]}
         tracker = _plain(fresh.growth_tracker)
+    else:
+        tracker = _check_count("_growth_tracker", tracker, lowest=-(2**31))
+        tracker = max(tracker, -scale_policy.delay)
+        more = ours.get("scale_state")
+        ours["scale_state"] = {}
+        more = more if isinstance(more, Mapping) else {}
+        for name, start in kept["state"].items():
+            value = more.get(name, start)
+            if name in scale_policy.kept_scales:
+                value = min(max(_check_number(name, value), lowest), highest)
+            ours["scale_state"][name] = value
     ours["scale_policy"] = describe(scale_policy)
     parts = ours.get("parts") or ()
     ours["parts"] = tuple((k, fitted(each, scale_policy, clip_policy)) for k, each in parts) or None
@@ -284,11 +335,14 @@ def load_scale(policy: ScalePolicy, saved: Mapping[str, Any], kept: Any) -> Scal
             f"the state of the scale policy {policy.policy_name} in the state_dict must have "
             f"{sorted(state.more)}, got {more!r:.100}."
         )
+    lowest, highest = bounds_in_float32(lowest, highest)
     for name, tensor in state.more.items():
         value = more[name]
         if not tensor.is_floating_point():
             _check_count(name, value)
-        elif not lowest <= _check_number(name, value) <= highest:  # What is kept there is a scale.
+        elif name not in policy.kept_scales:
+            value = math.inf if value is None else _check_number(name, value)
+        elif not lowest <= _check_number(name, value) <= highest:
             raise BadState(
                 f"{name} in the state_dict must lie in [{lowest:g}, {highest:g}], as the policy "
                 f"says, got {value!r}."
@@ -316,12 +370,19 @@ def save_memory(memory: Mapping[str, Tensor] | None) -> dict[str, Any] | None:
 
 
 def _load_named_memory(
-    policy: ClipPolicy, ours: Mapping[str, Any], owned: OwnedParameters
-) -> tuple[dict[str, Tensor] | None, tuple[list[Placed], dict[str, Tensor]] | None]:
-    """What the clip policy remembers, of this rank's parameters and of all; or BadState."""
+    policy: ClipPolicy, ours: Mapping[str, Any], owned: OwnedParameters, *, changed: bool
+) -> tuple[
+    dict[str, Tensor] | None,
+    tuple[list[Placed], dict[str, Tensor]] | None,
+    Sequence[int] | None,
+]:
+    """What the clip policy remembers, of this rank's parameters and of all; or BadState.
+
+    And of which of this rank's parameters that is, if not of all of them.
+    """
     count, saved = len(owned.parameters), ours.get("clip_state")
     if not policy.by_parameter or saved is None:
-        return load_memory(policy, saved, count), None
+        return load_memory(policy, saved, count), None, None
     placed = ours.get("clip_parameters")
     if placed is None:  # From before names were saved.
         if owned.apart:
@@ -330,16 +391,21 @@ def _load_named_memory(
                 "or so, but not of which, and the ranks hold different ones here. Start without "
                 "the state_dict; one that is saved now has the names."
             )
-        return load_memory(policy, saved, count), None
+        return load_memory(policy, saved, count), None, None
     if not isinstance(placed, list) or not all(map(_is_placed, placed)):
         raise BadState(
             "clip_parameters in the state_dict must be pairs of a name and a place, got "
             f"{placed!r:.80}."
         )
     placed = [(name, place) for name, place in placed]
+    known = owned.known_among(placed) if changed else {}
+    if known and (len(known) < count or (owned.alone and count < len(placed))):
+        of_some = load_memory(policy, saved, len(placed)) or {}
+        chosen = {name: of_some[name][list(known.values())] for name in policy.by_parameter}
+        return {**of_some, **chosen}, None, list(known)
     of_all = load_memory(policy, saved, count if owned.alone and placed else len(placed))
     if of_all is None or not placed:  # Saved before the first step: nothing was learned.
-        return None, None
+        return None, None, None
     try:
         places = owned.places_among(placed)
     except KeyError as error:
@@ -353,7 +419,7 @@ def _load_named_memory(
         ) from None
     each = {name: of_all[name] for name in policy.by_parameter}
     mine = {name: tensor[places] for name, tensor in each.items()}
-    return {**of_all, **mine}, (placed, each)
+    return {**of_all, **mine}, (placed, each), None
 
 
 def load_memory(policy: ClipPolicy, saved: Any, count: int) -> dict[str, Tensor] | None:

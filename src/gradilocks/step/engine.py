@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import uuid
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -72,9 +72,15 @@ from gradilocks.ranks.parameter_table import (
     table_of_model,
     told_by,
 )
-from gradilocks.scale import NoScale, ScalePolicy, scale_gradient, scale_loss
+from gradilocks.scale import (
+    NoScale,
+    ScalePolicy,
+    in_float32,
+    scale_gradient,
+    scale_loss,
+)
 from gradilocks.state import checkpoint
-from gradilocks.step.diagnose import never_finite
+from gradilocks.step.diagnose import Symptom, never_finite
 from gradilocks.step.framework_wrappers import KINDS, ours_inside
 from gradilocks.step.measure import measure
 from gradilocks.step.outcome import Outcome, Streak, fetch
@@ -216,6 +222,13 @@ class Seen(NamedTuple):
     """This rank's part of it, if it is about the gradients of all ranks."""
 
 
+class Remembered(NamedTuple):
+    """What a clip policy remembers, and of which parameters, in order."""
+
+    memory: dict[str, Tensor] | None
+    params: list[Tensor]
+
+
 class Met(NamedTuple):
     """What the ranks that hold one model have told each other once."""
 
@@ -299,14 +312,9 @@ class Engine:
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and what lies on a device for kernels do not travel.
-        left: dict[str, Any] = {"_memory_of": [], "_rank_group": None, "_settler": None}
+        left: dict[str, Any] = {"_rank_group": None, "_settler": None}
         left |= {"_table_of": None, "_every_parameter": None, "_told_params": [], "_met": Met()}
         left |= {"_order_of": None, "_names_told": []}
-        if self._of_all is None and self.memory is not None and self.clip_policy.by_parameter:
-            placed, memory = self._placed_memory()
-            if placed is not None and memory is not None:
-                known = {name: memory[name] for name in self.clip_policy.by_parameter}
-                left["_of_all"] = placed, known
         return {**self.__dict__, **left}
 
     def use(self, scale: ScalePolicy, clip: ClipPolicy) -> None:
@@ -802,17 +810,21 @@ class Engine:
         if replicas is not None:
             mine = [symptom.loss_nonfinite for symptom in symptoms], described, culprits
             told = tell_all(mine, ranks_in(replicas), replicas)
-            broken = [any(flags) for flags in zip(*(flags for flags, *_ in told), strict=True)]
+            broken = [
+                True if any(flags) else None if None in flags else False
+                for flags in zip(*(flags for flags, *_ in told), strict=True)
+            ]
             symptoms = [
                 dataclasses.replace(symptom, loss_nonfinite=flag)
                 for symptom, flag in zip(symptoms, broken, strict=True)
             ]
             # Of a loss that was broken only the rank that had it can tell.
             _, described, culprits = next((each for each in told if each[0][-1]), told[0])
+        lowest, highest = map(in_float32, self.scale_policy.bounds())
         return never_finite(
             symptoms,
             in_a_row=int(fetch(self.streak.count)[0]),
-            bounds=self.scale_policy.bounds(),
+            bounds=(lowest, highest),
             culprits=culprits,
             described=described,
         )
@@ -869,6 +881,7 @@ class Engine:
         fresh control by its own keys, as torch.distributed.checkpoint does, must find them.
         """
         placed, memory = self._placed_memory()
+        streak = int(fetch(self.streak.count)[0])
         return checkpoint.save(
             self.scale_policy,
             self.clip_policy,
@@ -876,8 +889,24 @@ class Engine:
             memory=memory,
             parameters=placed,
             steps=self.count_of_steps(),
-            streak=int(fetch(self.streak.count)[0]),
+            streak=streak,
+            symptoms=self._own_symptoms(streak),
         )
+
+    def _own_symptoms(self, streak: int) -> list[Symptom]:
+        """What is known here of the present run of non-finite steps, of which there are `streak`.
+
+        Of ranks with copies of the model each knows whether its own loss was finite, and another
+        may go on from what this one saves.
+        """
+        symptoms = self.streak.symptoms()[-streak:] if streak else []
+        group = self._rank_group
+        if not has_other_ranks() or (group is not None and len(group.ranks) == world_size()):
+            return symptoms
+        return [
+            symptom if symptom.loss_nonfinite else dataclasses.replace(symptom, loss_nonfinite=None)
+            for symptom in symptoms
+        ]
 
     def forget_steps(self) -> None:
         """Counts from 0: somebody else goes on with what has been counted."""
@@ -888,11 +917,8 @@ class Engine:
         """How many steps have been judged. Waits for the device."""
         return int(fetch(self.steps)[0])
 
-    def _placed_memory(self) -> tuple[Sequence[Placed] | None, dict[str, Tensor] | None]:
-        """What the clip policy remembers, and of which parameters: of all ranks' if it is known.
-
-        None in the place of these if the checkpoint that it is from did not say them.
-        """
+    def _placed_memory(self) -> tuple[Sequence[Placed], Mapping[str, Tensor] | None]:
+        """What the clip policy remembers, and of which parameters: of all ranks' if it is known."""
         if self.memory is None:
             # Ranks that have not met do not know each other's parameters: it is of none of them.
             learns_each = has_other_ranks() and self.clip_policy.by_parameter
@@ -902,24 +928,53 @@ class Engine:
         if self._of_all is not None:
             placed, known = self._of_all
             return placed, {**self.memory, **known}
-        if not self._memory_of:
-            return None, self.memory
-        return [(name, "") for name in self.names.of(self._memory_of)], self.memory
+        every = list(every_parameter(self.names.optimizers))
+        return [(name, "") for name in self.names.of(every)], self.memory_for(every)
+
+    def memory_for(self, params: Sequence[Tensor]) -> Mapping[str, Tensor] | None:
+        """What the clip policy remembers, with a number for each of `params` where it has one."""
+        memory = self.memory
+        if memory is None or same_parameters(self._memory_of, params):
+            return memory
+        home = self.state.scale.device
+        return remap_memory(self.clip_policy, memory, self._memory_of, params, home)
+
+    def remembered(self, among: Iterable[Tensor]) -> Remembered | None:
+        """What the clip policy remembers, if all that it is about are `among` these parameters.
+
+        None if one is not, or if it is about parameters of other ranks too.
+        """
+        here = set(map(id, among))
+        if self._of_all is not None or not here.issuperset(map(id, self._memory_of)):
+            return None
+        return Remembered(self.memory, self._memory_of)
+
+    def remember(self, kept: Remembered) -> None:
+        """Goes on with what the clip policy remembers of other parameters than the present ones."""
+        self.memory, self._memory_of = kept
 
     def load(
-        self, state_dict: Mapping[str, Any], model_ranks: ModelRanks | None = None
+        self,
+        state_dict: Mapping[str, Any],
+        model_ranks: ModelRanks | None = None,
+        *,
+        changed: bool = False,
     ) -> int | None:
         """Goes on from a checkpoint; one that does not fit raises and changes nothing.
 
         Args:
             state_dict: of this class, or of another scaler.
             model_ranks: the ranks that hold the model together, if several do.
+            changed: whether parameters may have been added or taken away since it was saved.
 
         Returns:
             How many steps had been counted there; None if another scaler has saved it.
         """
-        owned = owned_parameters(every_parameter(self.names.optimizers), self.names, model_ranks)
-        loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, owned=owned)
+        every = list(every_parameter(self.names.optimizers))
+        owned = owned_parameters(every, self.names, model_ranks)
+        loaded = checkpoint.load(
+            state_dict, self.scale_policy, self.clip_policy, owned=owned, changed=changed
+        )
         if not self.elsewhere:
             refuse_misfits(loaded.clip_policy, self.names)
         if loaded.of_all is not None and self._every_parameter is not None:
@@ -928,17 +983,20 @@ class Engine:
             self._table_of, self._told_params = None, []
         self.use(loaded.scale_policy, loaded.clip_policy)
         checkpoint.refill(self.state, loaded.state)
-        self.streak.restore(loaded.streak)
+        self.streak.restore(loaded.streak, loaded.symptoms)
         if loaded.steps is not None:
             self.steps.fill_(loaded.steps)
             self._counted = loaded.steps
         home, memory = self.state.scale.device, loaded.memory
         self.memory = None if memory is None else {k: moved(t, home) for k, t in memory.items()}
-        self._memory_of, self._of_all, self._recalled = [], None, frozenset()
+        known_here = range(len(every)) if loaded.known is None else loaded.known
+        self._memory_of = [] if memory is None else [every[k] for k in known_here]
+        self._of_all, self._recalled = None, frozenset()
         if loaded.of_all is not None:
             placed, known = loaded.of_all
-            self._of_all = placed, {name: moved(tensor, home) for name, tensor in known.items()}
             self._recalled = frozenset(placed)
+            if len(placed) != len(every) or any(place for _, place in placed):  # Other ranks' too.
+                self._of_all = placed, {name: moved(each, home) for name, each in known.items()}
         self.losses.forget()
         return loaded.steps
 
@@ -967,11 +1025,10 @@ class Engine:
         self._recalled = frozenset()
         self._table_of, self._told_params = None, []
 
-    def recall(self, saved: Any) -> None:
-        """Goes on with what the clip policy remembered, as `save_memory` wrote it."""
-        count = sum(1 for _ in every_parameter(self.names.optimizers))
-        self.memory = checkpoint.load_memory(self.clip_policy, saved, count)
-        self._memory_of = []
+    def recall(self, saved: Any, whose: list[Tensor]) -> None:
+        """Goes on with what the clip policy remembered of `whose`, as `save_memory` wrote it."""
+        self.memory = checkpoint.load_memory(self.clip_policy, saved, len(whose))
+        self._memory_of = [] if self.memory is None else whose
 
     def refuse(self, model_ranks: ModelRanks) -> None:
         """Tells the other ranks, as long as they listen, that this one refuses the step.
@@ -1299,11 +1356,9 @@ class Engine:
         """What the clip policy remembers."""
         policy = self.clip_policy
         every = list(every_parameter(self.names.optimizers))
-        memory = self.memory
+        memory = self.memory_for(every)
         if memory is None:
             memory = policy.start(home, len(every)) or {}
-        elif self._memory_of and not same_parameters(self._memory_of, every):
-            memory = dict(remap_memory(policy, memory, self._memory_of, every, home))
         self._memory_of = every
         self.memory = {name: moved(tensor, home) for name, tensor in memory.items()}
         return self.memory

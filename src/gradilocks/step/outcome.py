@@ -7,6 +7,7 @@ no more often than it could have reached the limit.
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -249,13 +250,16 @@ class Outcome(ScalerOutcome):
 
     def describe(self, *, at_most: int = 3) -> str:
         """The culprits in words, or why a finite step was skipped."""
-        if self.rejected:
+        if self.rejected and self.norm > self.limit:
             return f"finite gradients, rejected: norm {self.norm:.6g} over {self.limit:.6g}"
         return super().describe(at_most=at_most)
 
     @property
     def limit(self) -> float:
-        """The bound that was put on the norm; inf if there was none."""
+        """The bound that was put on the norm; inf if there was none.
+
+        Of a chain the smallest of its policies'; of a rejected step, the bound that rejected it.
+        """
         return self._numbers["limit"]
 
     @property
@@ -296,19 +300,24 @@ class Streak:
     has arrived, so the host learns of the limit a few steps late; beside other ranks always equally
     many, so that all give up at the same step.
 
+    Of the latest steps it keeps the rows, to say how it came to that: as many as the limit and a
+    few that may be gone by when the host learns of it, and 1,000 at most.
+
     Args:
         limit: so many are too many; None if none are.
         together: whether other ranks count along.
     """
+
+    MOST_KEPT = 1000
 
     def __init__(self, limit: int | None, *, together: bool = False) -> None:
         self.limit = limit
         self._together = together
         self.count = torch.zeros((), dtype=torch.int32, device="cpu")
         self._until_reading = limit or 0
-        self._recent: deque[Tensor | Callable[[], Tensor]] = deque(
-            maxlen=min(limit, 1000) if limit else 1
-        )
+        # A control without a limit may be gone on with by one that has one.
+        kept = (100 if limit is None else limit) + 4 * LAG
+        self._recent: deque[Tensor | Callable[[], Tensor]] = deque(maxlen=min(kept, self.MOST_KEPT))
         self._coming: HostCopy | None = None
         self._age = 0  # How many steps ago it was sent for.
 
@@ -377,19 +386,36 @@ class Streak:
             numbers = dict(zip(ROW, fetch(row), strict=False))
             if numbers["skip"] != 1.0:
                 break
+            broken = numbers["loss_nonfinite"]
             found.append(
                 Symptom(
                     scale=numbers["scale"],
                     nan=int(numbers["nan"]),
                     inf=int(numbers["inf"]),
-                    loss_nonfinite=numbers["loss_nonfinite"] > 0,
+                    loss_nonfinite=None if math.isnan(broken) else broken > 0,
                 )
             )
         return found[::-1]
 
-    def restore(self, count: int) -> None:
-        """Goes on from a checkpoint."""
+    def restore(self, count: int, symptoms: Sequence[Symptom] = ()) -> None:
+        """Goes on from a checkpoint.
+
+        Args:
+            count: how many steps in a row were not finite.
+            symptoms: the last of them, oldest first, as far as they are known.
+        """
         self.count.fill_(count)
         self._recent.clear()
+        for symptom in symptoms:
+            broken = symptom.loss_nonfinite
+            numbers = {
+                "skip": 1.0,
+                "scale": symptom.scale,
+                "nan": symptom.nan,
+                "inf": symptom.inf,
+                "loss_nonfinite": math.nan if broken is None else broken,
+            }
+            row = [float(numbers.get(name, math.nan)) for name in ROW]
+            self._recent.append(torch.tensor(row, dtype=torch.float64, device="cpu"))
         self._coming = None
         self._until_reading = max(1, (self.limit or 0) - count)
