@@ -1,4 +1,4 @@
-"""torch's fused Adam and AdamW go by the local tensors of DTensors under a scaler or a control.
+"""torch's fused Adam and AdamW under a scaler or a control go by the local tensors of DTensors.
 
 The bits are those of their own step on the DTensors; whoever would see the difference sees none.
 """

@@ -301,17 +301,14 @@ _ELEMENTWISE = {undecorated(each.step).__code__ for each in _ADAMS}
 _BEGINNINGS = {getattr(each, BEGINS_GROUP, None) for each in _ADAMS}
 
 
-def _can_step_on_local_tensors(optimizer: Any) -> bool:
-    """Whether an optimizer has DTensors and may be given their local tensors in their place.
+def _may_go_by_local_tensors(optimizer: Any) -> bool:
+    """Whether an optimizer may be given the local tensors of its DTensors in their place.
 
     2,000 of them take torch 33 ms of the host's time for what is the same kernel on the same memory
     in the end, and 7 so (two AMD cores). Nobody may be there who sees the difference: a step, or a
     beginning of one, that is not torch's own; a mode that is told of every operator; a scale that
     is a DTensor itself.
     """
-    groups = optimizer.param_groups
-    if not any(group["params"] and is_distributed(group["params"][0]) for group in groups):
-        return False
     step = own_step(optimizer)
     return (
         native.library() is not None
@@ -370,6 +367,7 @@ def handing_over(
         for taker in takers
         for name in ("grad_scale", "found_inf")
     ]
+    dtensors: Any = sys.modules.get("torch.distributed.tensor")
     localized: list[Any] = []
     for taker in takers:
         preset = getattr(taker, "grad_scale", None)
@@ -377,7 +375,9 @@ def handing_over(
         if preset is not None:
             mine = preset if grad_scale is None else grad_scale * preset
         taker.grad_scale, taker.found_inf = mine, found_inf
-        if "torch.distributed.tensor" in sys.modules and _can_step_on_local_tensors(taker):
+        firsts = [param for group in taker.param_groups for param in group["params"][:1]]
+        spread = dtensors is not None and any(isinstance(p, dtensors.DTensor) for p in firsts)
+        if spread and _may_go_by_local_tensors(taker):
             localized.append(taker)
             setattr(taker, BEGINS_GROUP, _localizing(getattr(taker, BEGINS_GROUP)))
     try:
