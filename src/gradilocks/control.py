@@ -108,6 +108,14 @@ def _warn_of_ranks(count: int) -> None:
     _logger.warning(_NOBODY_SAID, count)
 
 
+def _tell_of(gradients: Gradients, told: Step) -> None:
+    """Tells listeners of what a step has measured, while the gradients are held."""
+    told.measured = len(gradients.params)
+    if told.detail:
+        at = gradients.addressed
+        told.elements = at.at.sizes if at else [each.numel() for each in gradients.tensors]
+
+
 def _nobody() -> None:
     """In the place of a weak reference where there is nothing to refer to."""
 
@@ -1258,6 +1266,8 @@ class GradientControl:
                 on_device=settles,
                 moves=not self._is_part,
             )
+            if self._told is not None:
+                _tell_of(gradients, self._told)
             if seen is not None and len(seen.places) == len(gradients.params):
                 # Who it was, before somebody has perhaps written over it.
                 verdict.outcome.count_by(functools.partial(seen.counts, engine.state.scale.device))
@@ -1502,6 +1512,8 @@ class GradientControl:
             last = self._engine.decide(
                 gradients, unscaled=unscaled, model_ranks=model_ranks, on_device=False
             )
+            if self._told is not None:
+                _tell_of(gradients, self._told)
             if self._replica_check is not None:
                 self._check_replicas(self._replica_check, gradients)
             self._keep_weights(last)

@@ -230,6 +230,8 @@ class StepRecord:
     """float32, 0-d: whether the gradients were not finite; good until the next step."""
     found: Callable[[], Statistics]
     """Makes `statistics` when somebody asks for them."""
+    counted: Callable[[], Tensor] | None = None
+    """Likewise `counts`, where that takes less than from `statistics`."""
 
     @functools.cached_property
     def row(self) -> Tensor:
@@ -240,6 +242,12 @@ class StepRecord:
     def statistics(self) -> Statistics:
         """What was measured, gradient by gradient."""
         return self.found()
+
+    def counts(self) -> Tensor:
+        """1-d: how many NaN each gradient has, and after those how many Inf."""
+        if self.counted is not None:
+            return self.counted()
+        return torch.cat((self.statistics.nan, self.statistics.inf))
 
 
 ROW = (

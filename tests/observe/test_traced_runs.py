@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from gradilocks import read_run
 from gradilocks.observe import script_calls
+from gradilocks.observe.gradient_reader import WatchedGradients
 from gradilocks.observe.script_tracer import ScriptTracer
 from gradilocks.step import events
 from gradilocks.step.events import Step
@@ -98,9 +98,9 @@ def traced():
 
     def step(optimizer):
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        bad = sum(torch.logical_not(torch.isfinite(p.grad)).sum() for p in params)
-        found = SimpleNamespace(nan=bad.reshape(1), inf=torch.zeros(1))
-        step = Step(optimizer, (optimizer,), statistics=found)
+        step = Step(optimizer, (optimizer,))
+        step.found = WatchedGradients(params, once=True).measure(detail=False).record
+        step.is_finite = all(bool(torch.isfinite(param.grad).all()) for param in params)
         for act in (calls.step_begins, tracer.step_begins, tracer.step_ended):
             act(step)
         optimizer.zero_grad()

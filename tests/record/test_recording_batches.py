@@ -21,7 +21,7 @@ def test_what_was_gathered_by_dtype_comes_back_to_its_own_step():
     for number, row in enumerate(rows):
         row.on_device = [
             (("loss", "scale"), torch.tensor([number, 2.0 * number], dtype=torch.float32)),
-            ("nan", torch.tensor([number, 0, 7])),
+            ("counts", torch.tensor([number, 0, 7, 0])),
             (("norm",), torch.tensor([0.5 * number], dtype=torch.float64)),
             ("norms", torch.arange(number, dtype=torch.float64)),
         ]
@@ -30,7 +30,7 @@ def test_what_was_gathered_by_dtype_comes_back_to_its_own_step():
     for number, row in enumerate(batch.unpack()):
         assert (row.scalars["loss"], row.scalars["scale"]) == (number, 2.0 * number)
         assert row.scalars["norm"] == 0.5 * number
-        assert row.column("nan") == [number, 0, 7]
+        assert row.counts() == ([number, 0], [7, 0])
         assert row.column("norms") == list(range(number))
 
 
@@ -60,11 +60,13 @@ def test_the_last_step_of_a_batch_tells_the_peak_of_memory():
 
 
 def test_scalars_are_copied_when_they_are_handed_over():
-    flag = torch.zeros(())
-    sample = Sample(skip=flag, loss=torch.ones(1, requires_grad=True))
+    flag, rate = torch.zeros(()), torch.full((1,), 0.5, requires_grad=True)
+    sample = Sample(skip=flag, lr=rate, loss=torch.ones(1, requires_grad=True))
     row = PendingStep(sample, index=0, step=1, time=0.0, detail=False)
     flag.fill_(1.0)
-    assert (row.scalars["skip"], row.scalars["loss"]) == (0.0, 1.0)
+    rate.detach().fill_(1.0)
+    Batch([row]).unpack()
+    assert [row.scalars[name] for name in ("skip", "lr", "loss")] == [0.0, 0.5, 1.0]
 
 
 @pytest.mark.parametrize("shape", [(3,), (128, 256), (0, 4), ()])

@@ -220,6 +220,7 @@ def test_what_is_on_its_way_from_a_device_is_not_touched():
     queue = StepQueue(1000, 3600.0)
     waiting = held(1)
     waiting.on_device = [("norms", torch.ones(2, dtype=torch.float64))]
+    waiting.on_host = False
     queue.hold(waiting)
     assert queue.first_here() is None
     on_host = StepQueue(1000, 3600.0)
@@ -237,12 +238,12 @@ def test_what_is_on_its_way_from_a_device_is_not_touched():
 
 def test_a_batch_is_read_twice_alike():
     row = held(1)
-    row.on_device = [(("loss",), torch.tensor([3.0])), ("nan", torch.tensor([1, 2]))]
+    row.on_device = [(("lr",), torch.tensor([3.0])), ("norms", torch.tensor([1, 2]))]
     batch = Batch([row])
     assert batch.is_here()
     for read in (batch.read, batch.read, batch.unpack):
         (found,) = read()
-        assert (found.scalars["loss"], found.column("nan")) == (3.0, [1.0, 2.0])
+        assert (found.scalars["lr"], found.column("norms")) == (3.0, [1.0, 2.0])
 
 
 SCRIPT = """

@@ -7,21 +7,64 @@ streak as they were before.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gradilocks.kernels import reference
+from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.values import ROW, NonFinite, ScaleState, Statistics, StepRecord
 
-__all__ = ["fill_in", "nonfinite_of", "put_back", "statistics_of"]
+__all__ = ["KernelStatistics", "fill_in", "nonfinite_of", "put_back", "statistics_of"]
+
+
+class KernelStatistics(Statistics):
+    """The Statistics in `rows`, as kernels leave them: a column is made when somebody asks for it.
+
+    Of most steps nobody does: that all is finite is known by the sums of NaN and Inf.
+    """
+
+    rows: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor) -> KernelStatistics:
+        """Those in `rows`."""
+        made = object.__new__(cls)
+        made.__dict__["rows"] = rows
+        if capturing():  # A graph makes them anew at each replay.
+            _ = made._bad, made.zeros
+        return made
+
+    @functools.cached_property
+    def norms(self) -> Tensor:
+        return self.rows[0]
+
+    @functools.cached_property
+    def largest(self) -> Tensor | None:
+        return self.rows[1]
+
+    @functools.cached_property
+    def zeros(self) -> Tensor | None:
+        return self.rows[2].to(torch.int64)
+
+    @functools.cached_property
+    def _bad(self) -> Tensor:
+        return self.rows[3:].to(torch.int64)
+
+    @functools.cached_property
+    def nan(self) -> Tensor:
+        return self._bad[0]
+
+    @functools.cached_property
+    def inf(self) -> Tensor:
+        return self._bad[1]
 
 
 def statistics_of(found: Tensor) -> Statistics:
     """The Statistics in `found`."""
-    counts = found[2:].to(torch.int64)
-    return Statistics(found[0], counts[1], counts[2], largest=found[1], zeros=counts[0])
+    return KernelStatistics.of(found)
 
 
 def nonfinite_of(found: Tensor) -> NonFinite:

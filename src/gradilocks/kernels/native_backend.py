@@ -229,7 +229,9 @@ class Settler:
             *map(_address, (self._skip, self._divisor, self._multiplier)),
             0 if kernel is None else OPTIMIZERS[kernel], *map(_address, tables),
         )  # fmt: skip
-        return self._decision, StepRecord(row, self._skip, lambda: statistics_of(found))
+        return self._decision, StepRecord(
+            row, self._skip, lambda: statistics_of(found), lambda: found[3:].view(-1)
+        )
 
     @staticmethod
     def undo(record: StepRecord, state: ScaleState, streak: Tensor, steps: Tensor) -> None:

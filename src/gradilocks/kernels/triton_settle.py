@@ -152,6 +152,7 @@ class Settler:
             partial(torch.narrow, row, 0, row_at, _ROW),
             self._skip,
             lambda: statistics_of(found.narrow(0, found_at, 5 * count).view(5, count)),
+            partial(torch.narrow, found, 0, found_at + 3 * count, 2 * count),
         )
 
     @staticmethod

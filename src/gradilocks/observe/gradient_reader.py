@@ -19,33 +19,30 @@ the id of a parameter that is gone to a new one, and clearing a gradient ends it
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from gradilocks import kernels
 from gradilocks._torch import TensorBase
+from gradilocks.clip import NoClip
 from gradilocks.kernels.chunks import AddressedTensors
-from gradilocks.kernels.reference import (
-    DOUBLE,
-    any_double,
-    rounded,
-    rounded_number,
-    total_norm,
-)
+from gradilocks.kernels.kernel_results import KernelStatistics
+from gradilocks.kernels.reference import DOUBLE, any_double, summarize
 from gradilocks.lab.tensors import storage_of
 from gradilocks.ranks.layout import has_other_ranks, is_distributed
+from gradilocks.scale import NoScale
 from gradilocks.step.events import Clip
 from gradilocks.step.host_copy import fetch
 from gradilocks.step.measure import statistics_of
 from gradilocks.step.table import GradientTable, measurable_gradients
-from gradilocks.values import Statistics, moved
+from gradilocks.values import ROW, Statistics, StepRecord, moved
 
 __all__ = [
     "ClipEffect",
@@ -73,49 +70,51 @@ class ClipEffect(NamedTuple):
         return ClipEffect(None if limit is None else limit / scale, self.clipped)
 
 
+class Measured(NamedTuple):
+    """Gradients as they are at one moment."""
+
+    places: Sequence[int]
+    """Which of the parameters have one."""
+    record: StepRecord
+    """Of those. Its row tells their norm, with the scale that they carry, and how many NaN and Inf
+    there are; nothing was decided."""
+    elements: Sequence[int]
+    """How many elements each has."""
+    double: bool
+    """Whether one of them is float64."""
+    detailed: bool
+    """Whether the record's statistics tell of zeros and of the largest magnitude."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """What was found in gradients."""
 
     places: Sequence[int]
     """Which of the parameters had one."""
-    statistics: Statistics | None
-    """Of those; None if there was none."""
+    record: StepRecord | None
+    """As `Measured` has it; None if there was none."""
     elements: Sequence[int]
     """How many elements each has."""
     double: bool
     """Whether one of them is float64."""
     clip: dict[str, Any] = field(default_factory=dict)
     """`limit` and `clipped` of a Sample; empty if none of them was clipped."""
-    clipped: Statistics | None = None
-    """Of them as they are now, if `statistics` may be of before a clip."""
+    clipped: StepRecord | None = None
+    """Of them as they are now, if `record` may be of before a clip."""
 
-    @functools.cached_property
-    def total(self) -> Tensor | float | None:
-        """The norm of all of them, as they were measured: a number if that needs no wait. It is
-        finite just when every element is."""
-        if self.statistics is None:
-            return None
-        norms = self.statistics.norms
-        if self.double or norms.dtype is not torch.float64:
-            return rounded(total_norm(norms, 2.0), double=self.double)
-        norm = torch.linalg.vector_norm(norms)  # Squares of float32 are well within float64.
-        # On a CPU each operation on a number takes longer than to read it.
-        return rounded_number(*fetch(norm)) if norm.device.type == "cpu" else rounded(norm)
+    @property
+    def statistics(self) -> Statistics | None:
+        """What was found of each."""
+        return None if self.record is None else self.record.statistics
 
-    def norm(self, carried: Tensor | float) -> Tensor | float | None:
-        """The norm of all of them, without the scale that they carried."""
-        norm = self.total
-        if norm is None or not isinstance(carried, Tensor):
-            return norm
-        if isinstance(norm, Tensor):
-            return norm / moved(carried.detach(), norm.device)
-        (scale,) = fetch(carried.detach())
-        return norm / scale if scale else math.inf
+    def is_finite(self) -> bool | None:
+        """Whether there is no NaN and no Inf in them; None if nobody knows without a wait."""
+        return None if self.record is None else _is_finite(self.record)
 
 
 class WatchedGradients:
-    """Finds the gradients of parameters: nothing is refused, coalesced or written.
+    """Finds and measures the gradients of parameters: nothing is refused, coalesced or written.
 
     It holds the parameters, and no gradient.
 
@@ -130,27 +129,90 @@ class WatchedGradients:
         is_plain = not once and len(set(map(id, params))) == len(params)
         is_plain = is_plain and not any(map(is_distributed, params))
         self._table = GradientTable(refuse_twice=False, may_share=True) if is_plain else None
+        self._lists = [[params]]
         self._places: tuple[Any, Sequence[int]] = None, ()  # For what the table has found.
+        self._settler: kernels.Settler | None = None
 
-    def find(self) -> tuple[Sequence[int], Sequence[Tensor], Sequence[int], bool]:
-        """Places of the parameters that have one, its elements, how many, and is one float64?"""
+    def measure(self, *, detail: bool) -> Measured | None:
+        """What the gradients are now; None if there are none.
+
+        Args:
+            detail: also find the largest magnitude and count the zeros.
+        """
         table = self._table
-        found = None if table is None else table.find_addressed([[self.params]], name=_unnamed)
+        found = None if table is None else table.find_addressed(self._lists, name=_unnamed)
         if found is None:
-            places, plain = measurable_gradients(self.params)
-            return places, plain, [each.numel() for each in plain], any_double(plain)
+            return self._measure_plain(detail=detail)
         if found is not self._places[0]:
             lacks_none = len(found.params) == len(self.params)
             having = [k for k, p in enumerate(self.params) if lacks_none or p.grad is not None]
             self._places = found, having
-        tensors = found.tensors
-        found.release()
+        places, elements = self._places[1], found.at.sizes
         double = not DOUBLE.isdisjoint(found.dtypes)
-        return self._places[1], tensors, found.at.sizes, double
+        tensors = found.addressed
+        assert tensors is not None
+        try:
+            record = self._settle(tensors, found.largest_finite)
+        except kernels.KernelFailed:  # The user has been warned.
+            return self._measure_plain(detail=detail)
+        finally:
+            found.release()
+        return Measured(places, record, elements, double=double, detailed=True)
+
+    def _settle(self, tensors: AddressedTensors, largest_finite: float) -> StepRecord:
+        """As a control with no scale and no clip: in one call, or on a GPU in two launches."""
+        device = tensors.at.device
+        if self._settler is None or self._settler.device != device:
+            backend = cast("kernels.SettlingBackend", kernels.BACKENDS[device.type])
+            self._settler = backend.settler(device)
+            self._state = NoScale().start(device)
+            self._counts = {
+                "streak": torch.zeros((), dtype=torch.int32, device=device),
+                "steps": torch.zeros((), dtype=torch.int64, device=device),
+            }
+        self._settler.begin(tensors, *_RULES, largest_finite=largest_finite)
+        _, record = self._settler.settle(
+            tensors, *_RULES, self._state, **self._counts, loss=None, unscaled=True, moves=False
+        )
+        return record
+
+    def _measure_plain(self, *, detail: bool) -> Measured | None:
+        places, tensors = measurable_gradients(self.params)
+        if not tensors:
+            return None
+        found, double = _measured(tensors, detail=detail), any_double(tensors)
+        elements = [each.numel() for each in tensors]
+        return Measured(places, _summed(found, double=double), elements, double, detail)
+
+
+_RULES = NoClip().rules(), NoScale().rules()
+_NORM, _NAN, _INF = (ROW.index(name) for name in ("norm", "nan", "inf"))
 
 
 def _unnamed(param: Tensor) -> str:
     return "a parameter"
+
+
+def _summed(found: Statistics, *, double: bool) -> StepRecord:
+    """The record of gradients that were measured and of which nothing was settled."""
+    whole = summarize(found, order=2.0, double=double)
+    numbers = dict.fromkeys(ROW, torch.zeros_like(whole.norm))
+    numbers |= {"norm": whole.norm, "nan": found.nan.sum(), "inf": found.inf.sum()}
+    row = torch.stack([number.to(whole.norm.dtype) for number in numbers.values()])
+    return StepRecord(row, whole.nonfinite, lambda: found)
+
+
+def _is_finite(record: StepRecord) -> bool | None:
+    row = record.row
+    if row.device.type != "cpu":
+        return None
+    numbers = fetch(row)
+    return numbers[_NAN] + numbers[_INF] == 0.0
+
+
+def bad_elements(record: StepRecord) -> Tensor:
+    """How many elements are NaN or Inf."""
+    return record.row[_NAN : _INF + 1].sum()
 
 
 @dataclass(eq=False)
@@ -158,14 +220,12 @@ class ClippedGradients:
     """Gradients that were clipped together, measured before it and after."""
 
     storages: list[weakref.ref[Any]]
-    before: Statistics
+    before: Measured
     offsets: list[int]
     """Where each begins in its storage."""
     gradients: Callable[[], WatchedGradients | None]
     """What has found them, if it is still there."""
-    places: Sequence[int]
-    """As that has told them."""
-    after: Statistics | None = None
+    after: StepRecord | None = None
     effect: ClipEffect | None = None
     """None until the clip is over."""
     untouched: Tensor | None = None
@@ -175,7 +235,7 @@ class ClippedGradients:
         """Whether the clip has changed one of them, as far as this process holds them."""
         if self.after is None:
             return False
-        before, after = self.before.norms, self.after.norms
+        before, after = self.before.record.statistics.norms, self.after.statistics.norms
         return ((before != after) & torch.logical_not(torch.isnan(before))).any().to(torch.float32)
 
     def is_of(self, gradient: Tensor, row: int) -> bool:
@@ -189,7 +249,7 @@ class ClippedGradients:
 
     def tells(self, *, detail: bool) -> bool:
         """Whether both measurements are there, in as much detail as is wanted."""
-        return self.after is not None and (not detail or self.before.zeros is not None)
+        return self.after is not None and (not detail or self.before.detailed)
 
 
 class GradientReader:
@@ -226,16 +286,15 @@ class GradientReader:
             for key, (clipped, row) in self._one_by_one().items()
             if clipped.storages[row]() is not None
         }
-        places, tensors, _, _ = gradients.find()
-        if not tensors:
+        before = gradients.measure(detail=detail)
+        if before is None:
             return None
-        each = _gradients(gradients.params, places)
+        each = _gradients(gradients.params, before.places)
         self._latest = ClippedGradients(
             storages=list(map(weakref.ref, _storages(each))),
-            before=_measured(tensors, detail=detail),
+            before=before,
             offsets=_offsets(each),
             gradients=weakref.ref(gradients),
-            places=places,
         )
         return self._latest
 
@@ -243,9 +302,9 @@ class GradientReader:
         self, clipped: ClippedGradients, gradients: WatchedGradients, clip: Clip
     ) -> None:
         """The clip is done: measures what it has left."""
-        places, tensors, _, _ = gradients.find()
-        if clipped.are_still(_gradients(gradients.params, places)):
-            clipped.after = _measured(tensors, detail=False)
+        after = gradients.measure(detail=False)
+        if after is not None and clipped.are_still(_gradients(gradients.params, after.places)):
+            clipped.after = after.record
         clipped.effect = _effect(clip, clipped)
 
     def before_unscale(self, params: Sequence[Tensor]) -> None:
@@ -253,18 +312,21 @@ class GradientReader:
         for clipped, places in self._waiting(params).items():
             now = _measured_at(params, places)
             assert clipped.after is not None
-            clipped.untouched = _alike(now, clipped.after).all()
+            clipped.untouched = _alike(now, clipped.after.statistics).all()
 
     def after_unscale(self, params: Sequence[Tensor], scale: Tensor) -> None:
         """They were divided: what was found of them is too, and so is the limit of the clip."""
         for clipped, places in self._waiting(params).items():
             if clipped.untouched is None or clipped.effect is None:
                 continue
-            now, divisor = _measured_at(params, places), moved(scale, clipped.before.norms.device)
+            before, now = clipped.before, _measured_at(params, places)
+            divisor = moved(scale, before.record.row.device)
             # A norm that none can have: what somebody has written meanwhile is not the clip's.
             norms = torch.where(clipped.untouched, now.norms, torch.full_like(now.norms, -1.0))
-            clipped.after, clipped.untouched = replace(now, norms=norms), None
-            clipped.before = _divided(clipped.before, divisor)
+            clipped.after = _summed(replace(now, norms=norms), double=before.double)
+            divided = _divided(before.record.statistics, divisor)
+            clipped.before = before._replace(record=_summed(divided, double=before.double))
+            clipped.untouched = None
             clipped.effect = clipped.effect.divided(divisor)
 
     def _waiting(self, params: Sequence[Tensor]) -> dict[ClippedGradients, list[int]]:
@@ -301,45 +363,35 @@ class GradientReader:
 
     def read(self, gradients: WatchedGradients, *, detail: bool) -> Reading:
         """Measures the gradients; those that a clip has left tell of before it."""
-        places, tensors, sizes, double = gradients.find()
-        if not tensors:
+        now = gradients.measure(detail=detail)
+        if now is None:
             return Reading([], None, [], double=False)
-        found = _measured(tensors, detail=detail)
         if not self.has_clips:
-            return Reading(places, found, sizes, double=double)
-        each = _gradients(gradients.params, places)
+            return Reading(now.places, now.record, now.elements, double=now.double)
+        each = _gradients(gradients.params, now.places)
         clipped = self._latest
         if (
             clipped is not None
             and not self._clipped
             and clipped.gradients() is gradients
-            and clipped.places == places
+            and clipped.before.places == now.places
             and clipped.offsets == _offsets(each)
             and clipped.are_still(each)
         ):
             self._latest = None
-            now = found if clipped.tells(detail=detail) else None
-            if now is not None:
-                found = _unclipped(found, clipped, None, detail=detail)
             clip = _together([clipped.effect] if clipped.effect is not None else [])
-            return Reading(places, found, sizes, double=double, clip=clip, clipped=now)
-        return self._read_parts(gradients, found, places, sizes, double=double, detail=detail)
+            if not clipped.tells(detail=detail):
+                return Reading(now.places, now.record, now.elements, now.double, clip)
+            record = _before_clip(now.record, clipped)
+            return Reading(now.places, record, now.elements, now.double, clip, now.record)
+        return self._read_parts(gradients, now, detail=detail)
 
-    def _read_parts(
-        self,
-        gradients: WatchedGradients,
-        found: Statistics,
-        places: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        double: bool,
-        detail: bool,
-    ) -> Reading:
+    def _read_parts(self, gradients: WatchedGradients, now: Measured, *, detail: bool) -> Reading:
         """As `read`, gradient by gradient: each may have been clipped with others, or not."""
         known = self._one_by_one()
         rows: dict[ClippedGradients, list[tuple[int, int]]] = {}  # In what is found, and before.
         effects: dict[int, ClipEffect] = {}  # Each of them once.
-        for here, gradient in enumerate(_gradients(gradients.params, places)):
+        for here, gradient in enumerate(_gradients(gradients.params, now.places)):
             was = known.pop(_key(gradient), None)  # It was clipped for this step.
             if was is None or not was[0].is_of(gradient, was[1]):
                 continue
@@ -348,11 +400,14 @@ class GradientReader:
                 effects[id(clipped.effect)] = clipped.effect
             if clipped.tells(detail=detail):
                 rows.setdefault(clipped, []).append((here, row))
-        now = found if rows else None
+        clip = _together(list(effects.values()))
+        if not rows:
+            return Reading(now.places, now.record, now.elements, now.double, clip)
+        found = now.record.statistics
         for clipped, pairs in rows.items():
             found = _unclipped(found, clipped, pairs, detail=detail)
-        clip = _together(list(effects.values()))
-        return Reading(places, found, sizes, double=double, clip=clip, clipped=now)
+        record = _summed(found, double=now.double)
+        return Reading(now.places, record, now.elements, now.double, clip, now.record)
 
 
 def _gradients(params: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
@@ -391,12 +446,19 @@ def _offsets(gradients: Sequence[Tensor]) -> list[int]:
 def _effect(clip: Clip, gradients: ClippedGradients) -> ClipEffect:
     """What a clip that is over has done."""
     if clip.by_value:
-        largest = gradients.before.largest
+        largest = gradients.before.record.statistics.largest
         changed = False if largest is None else (largest > clip.limit).any().to(torch.float32)
         return ClipEffect(None, changed)
-    clipped, limit = gradients.changed(), clip.limit
-    norm = clip.norm if isinstance(clip.norm, Tensor) else torch.as_tensor(clip.norm, device="cpu")
-    if type(norm) in (Tensor, nn.Parameter):  # Not a DTensor: reading it is a collective.
+    limit, norm = clip.limit, clip.norm
+    clipped: Tensor | bool
+    if not isinstance(norm, Tensor):
+        norm = torch.as_tensor(norm, device="cpu")
+    if type(norm) not in (Tensor, nn.Parameter):  # A DTensor: reading it is a collective.
+        clipped = gradients.changed()
+    elif norm.device.type == "cpu" and not isinstance(limit, Tensor):
+        (number,) = fetch(norm.detach().reshape(()))
+        clipped = number > limit
+    else:
         clipped = (norm.detach() > limit).to(torch.float32)
     if not isinstance(limit, Tensor):  # A tensor is left where it is: reading it would wait.
         limit = float(limit) if math.isfinite(limit) else None
@@ -413,42 +475,85 @@ def _together(effects: Sequence[ClipEffect]) -> dict[str, Any]:
     return {"clipped": stacked.amax()}
 
 
+def _before_clip(now: StepRecord, clipped: ClippedGradients) -> StepRecord:
+    """What was found before a clip if all its gradients are now as it has left them, else `now`."""
+    before, after = clipped.before.record, clipped.after
+    assert after is not None
+    same = _same(now.statistics, after.statistics)
+    if isinstance(same, bool) and isinstance(made := _made_by_clip(before, after), bool):
+        return before if same and not made else now
+    home = now.row.device
+    unchanged = torch.as_tensor(same, device=home) & torch.logical_not(
+        moved(torch.as_tensor(_made_by_clip(before, after)), home)
+    )
+    row = torch.where(unchanged, moved(before.row, home), now.row)
+
+    def found() -> Statistics:
+        mine, old = now.statistics, before.statistics
+
+        def chosen(column: Tensor | None, was: Tensor | None) -> Tensor | None:
+            if column is None or was is None:
+                return None
+            return torch.where(unchanged, moved(was, home), column)
+
+        return Statistics(
+            norms=torch.where(unchanged, moved(old.norms, home), mine.norms),
+            nan=torch.where(unchanged, moved(old.nan, home), mine.nan),
+            inf=torch.where(unchanged, moved(old.inf, home), mine.inf),
+            largest=chosen(mine.largest, old.largest),
+            zeros=chosen(mine.zeros, old.zeros),
+        )
+
+    return StepRecord(row, now.skip, found)
+
+
+def _same(one: Statistics, other: Statistics) -> Tensor | bool:
+    """Whether both are of the same elements, as far as they tell; a number if it is on a CPU."""
+    if isinstance(one, KernelStatistics) and isinstance(other, KernelStatistics):
+        mine, others = one.rows.view(torch.int64), other.rows.view(torch.int64)  # NaN is NaN.
+        if mine.device.type == "cpu":
+            return torch.equal(mine, others)
+        return (mine == moved(others, mine.device)).all()
+    return _alike(one, other).all()
+
+
+def _made_by_clip(before: StepRecord, after: StepRecord) -> Tensor | bool:
+    """Whether the clip itself has made the first NaN."""
+    if has_other_ranks():  # It may come from the gradients that another rank holds.
+        return False
+    was, is_now = _is_finite(before), _is_finite(after)
+    if was is not None and is_now is not None:
+        return was and not is_now
+    return (bad_elements(before) == 0) & (bad_elements(after) > 0)
+
+
 def _unclipped(
     now: Statistics,
     clipped: ClippedGradients,
-    rows: Sequence[tuple[int, int]] | None,
+    rows: Sequence[tuple[int, int]],
     *,
     detail: bool,
 ) -> Statistics:
-    """What was found before a clip if its gradients are now as it has left them, else `now`.
+    """As `_before_clip`, of some of the gradients: `rows` are those in `now` and in the clip.
 
-    All of them or none: a norm of some from before and others from after is none. `rows` are those
-    in `now` and in the clip; None: all of them, one by one.
+    All of them or none: a norm of some from before and others from after is none.
     """
-    home, before, after = now.norms.device, clipped.before, clipped.after
-    assert after is not None
-    here = there = None
-    if rows is not None:
-        pairs = torch.tensor(rows, device="cpu").to(home, non_blocking=True)
-        here, there = pairs[:, 0], pairs[:, 1]
+    assert clipped.after is not None
+    before, after = clipped.before.record.statistics, clipped.after.statistics
+    home = now.norms.device
+    pairs = torch.tensor(rows, device="cpu").to(home, non_blocking=True)
+    here, there = pairs[:, 0], pairs[:, 1]
 
     def past(column: Tensor) -> Tensor:
-        column = moved(column, home)
-        return column if there is None else column[there]
-
-    def present(column: Tensor) -> Tensor:
-        return column if here is None else column[here]
+        return moved(column, home)[there]
 
     left = Statistics(past(after.norms), past(after.nan), past(after.inf))
-    mine = Statistics(present(now.norms), present(now.nan), present(now.inf))
-    unchanged = _alike(mine, left).all()
-    if not has_other_ranks():  # Else it may come from the gradients that another rank holds.
-        made = (bad_elements(before) == 0) & (bad_elements(after) > 0)
-        unchanged = unchanged & torch.logical_not(moved(made, home))
+    mine = Statistics(now.norms[here], now.nan[here], now.inf[here])
+    made = torch.as_tensor(_made_by_clip(clipped.before.record, clipped.after))
+    unchanged = _alike(mine, left).all() & torch.logical_not(moved(made, home))
 
     def chosen(column: Tensor, old: Tensor) -> Tensor:
-        right = torch.where(unchanged, past(old), present(column))
-        return right if here is None else column.index_copy(0, here, right)
+        return column.index_copy(0, here, torch.where(unchanged, past(old), column[here]))
 
     def chosen_detail(column: Tensor | None, old: Tensor | None) -> Tensor | None:
         return chosen(column, old) if detail and not (column is None or old is None) else None
@@ -460,11 +565,6 @@ def _unclipped(
         largest=chosen_detail(now.largest, before.largest),
         zeros=chosen_detail(now.zeros, before.zeros),
     )
-
-
-def bad_elements(found: Statistics) -> Tensor:
-    """How many elements are NaN or Inf."""
-    return (found.nan + found.inf).sum()
 
 
 def _alike(one: Statistics, other: Statistics) -> Tensor:

@@ -22,15 +22,13 @@ from torch import Tensor
 from gradilocks._torch import AMP_FLAG, unhooked
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.observe.fastai_hooks import told_step
-from gradilocks.observe.gradient_reader import bad_elements
+from gradilocks.observe.gradient_reader import WatchedGradients, bad_elements
 from gradilocks.observe.patches import Patches
 from gradilocks.observe.script_models import are_whole, owners_of
 from gradilocks.ranks.layout import has_other_ranks
 from gradilocks.step.closure import BeforeStep
 from gradilocks.step.events import PerDriver, Step, StepListener
-from gradilocks.step.measure import measure
 from gradilocks.step.own_step import own_step, register_guard
-from gradilocks.step.table import measurable_gradients
 from gradilocks.step.update import handing_over, must_skip_on_host, takes_decision
 from gradilocks.values import moved
 
@@ -214,14 +212,13 @@ class HeldSteps(StepListener):
             step: whose; None if there are none.
             fresh: whether they are others than the recorder has measured.
         """
-        found = [each for each in (step.statistics, step.clipped_statistics) if each is not None]
-        if fresh or step.statistics is None:  # The recorder of this rank has nothing to record.
-            _, tensors = measurable_gradients(list(step.parameters()))
-            if not tensors:
+        found = [each for each in (step.found, step.clipped_found) if each is not None]
+        if fresh or step.found is None:  # The recorder of this rank has nothing to record.
+            measured = WatchedGradients(list(step.parameters()), once=True).measure(detail=False)
+            if measured is None:
                 return None
-            measured = measure(tensors, home=tensors[0].device, detail=False).tensors
-            step.statistics, found = measured, [measured]
-        home = found[0].nan.device
+            step.found, found = measured.record, [measured.record]
+        home = found[0].row.device
         return torch.stack([moved(bad_elements(each), home) for each in found]).sum() > 0
 
     def _can_hold(self, step: Step) -> bool:

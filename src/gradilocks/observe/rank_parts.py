@@ -169,8 +169,8 @@ def letter_of(pending: PendingStep, own: Step, number: int) -> dict[str, Any]:
         [name, ranks, norm] for (name, ranks), norm in zip(part.holders, norms, strict=True)
     ]
     measured = zip(
-        pending.places or (), part.sets, part.counts, pending.column("nan"),
-        pending.column("inf"), pending.elements or (), strict=True,
+        pending.places or (), part.sets, part.counts, *pending.counts(),
+        pending.elements or (), strict=True,
     )  # fmt: skip
     told["tensors"] = [
         [place, at, counts, nan, inf, elements, *_row_of(own.detail, place)]

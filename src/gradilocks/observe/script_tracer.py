@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gradilocks.lab.trace import KeptStep, Tracer, skipped_for_nonfinite, write_bad_step
 from gradilocks.names import prefixed
+from gradilocks.observe.gradient_reader import bad_elements
 from gradilocks.observe.script_calls import ScriptCalls
 from gradilocks.record import Recorder
 from gradilocks.step.events import PerDriver, Step, StepListener
@@ -120,16 +121,16 @@ class ScriptTracer(StepListener):
 
     def _look_before(self, step: Step, driver: _Driver) -> None:
         """The gradients have been measured, and the parameters are as they were."""
-        found = step.statistics
+        found = step.found
         if found is None or driver.looked is step:
             return
-        if found.nan.device.type != "cpu" and not self._waits:
+        if step.is_finite is None and not self._waits:
             self.passed_by = True
             return
         driver.looked = step
         bad_gradients = not step.is_finite
-        if step.is_finite is None:  # A sum would take longer than to read them.
-            bad_gradients = any((found.nan + found.inf).tolist())
+        if step.is_finite is None:
+            bad_gradients = bool(bad_elements(found))
         if not bad_gradients:
             self._tracer.well()
         if bad_gradients or _is_bad(step):
@@ -191,7 +192,7 @@ class ScriptTracer(StepListener):
         tracer = self._tracer
         if step.record is not None:
             tracer.note(step.record.row, step=driver.steps, driver=driver.number)
-        elif driver.looked is step or step.statistics is None:
+        elif driver.looked is step or step.found is None:
             tracer.kept.take(driver.number)
         elif step.driver is not step.optimizers[0] and step.frame is None:
             # A scaler has held it back, and no optimizer was called: the host has waited for that.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-import math
 import os
 import time
 import weakref
@@ -129,6 +128,8 @@ def _each(acts: Sequence[Callable[..., object]], *args: Any, **kwargs: Any) -> N
         act(*args, **kwargs)
 
 
+_OF_RECORD = ("norm", "nan", "inf")
+"""What is told of a step by what was found in its gradients; a script decides all else."""
 _PATIENCE = 15.0
 """Seconds that a step waits on the host of rank 0 for what others tell of it. They tell it when
 their recorders' batches are due, every 5 seconds or after as many steps, and at once on a CPU."""
@@ -432,12 +433,12 @@ class StepRecorder(StepListener):
             attempt.reading = self._reader.read(attempt.known.gradients, detail=attempt.detail)
         if attempt.parts is not None:
             attempt.counts = attempt.parts.counts(attempt.params, attempt.reading)
-        step.statistics = attempt.reading.statistics
-        step.clipped_statistics = attempt.reading.clipped
-        total = attempt.reading.total
-        step.is_finite = math.isfinite(total) if isinstance(total, float) else None
+        step.found = attempt.reading.record
+        step.clipped_found = attempt.reading.clipped
+        step.is_finite = attempt.reading.is_finite()
         if self.measures and self._only_losses(attempt):
-            step.statistics = self._reader.read(attempt.known.gradients, detail=False).statistics
+            seen = self._reader.read(attempt.known.gradients, detail=False)
+            step.found, step.is_finite = seen.record, seen.is_finite()
         attempt.loss = self.losses.take()
         if self.recorder is not None and self.recorder.writes:
             self.recorder.precision(self.losses.formats)
@@ -518,10 +519,10 @@ class StepRecorder(StepListener):
             return
         if attempt.parts is None and not self.recorder.writes:
             return
-        found = reading.statistics
         weight = update = None
         if attempt.detail:
-            home = attempt.params[0].device if found is None else found.norms.device
+            found = reading.record
+            home = attempt.params[0].device if found is None else found.row.device
             self._read_weights(attempt)  # If a scaler held the step back, nobody has yet.
             if attempt.weights is not None:
                 weight, update = attempt.weights.moved_by_step(home)
@@ -533,11 +534,12 @@ class StepRecorder(StepListener):
         sample = Sample(
             loss=attempt.loss,
             scale=step.scale,
-            norm=reading.norm(step.carried),
+            record=reading.record,
+            of_record=_OF_RECORD,
+            norm_is_scaled=True,
             skip=step.skip,
             rejected=step.rejected,
             lr=attempt.lr,
-            statistics=found,
             carried=step.carried,
             places=reading.places,
             elements=reading.elements,

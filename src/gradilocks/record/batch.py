@@ -3,9 +3,9 @@ The user's own numbers travel with them.
 
     Sample ─▶ PendingStep, held on the device ─▶ Batch, on its way ─▶ Step, a line of the run file
 
-What is on the CPU is read at once: nothing is queued there. What is on a GPU is gathered, copied to
-pinned memory and read when the copy has arrived, which is asked for at a later step. Devices of
-other kinds are read when the batch is due, which waits for them.
+What is on the CPU is read when the batch is due: nothing is queued there. What is on a GPU is
+gathered then, copied to pinned memory and read when the copy has arrived, which is asked for at a
+later step. Devices of other kinds are read when the batch is due, which waits for them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from gradilocks.kernels.host_numbers import stream_of
 from gradilocks.names import Names
 from gradilocks.ranks.all_parameters import HeldParameter
 from gradilocks.ranks.layout import is_distributed
@@ -31,16 +32,18 @@ from gradilocks.runfile import Culprit, Detail, Logged, OptimizerInfo, RankLosse
 from gradilocks.step.host_copy import HostCopy, fetch
 from gradilocks.step.own_step import weakly
 from gradilocks.step.table import every_parameter
-from gradilocks.values import wide
+from gradilocks.values import ROW, wide
 
 __all__ = ["Batch", "Pending", "PendingNumbers", "PendingStep", "RecordedOptimizer", "StepQueue"]
 
-_SCALARS = (
-    "loss", "scale", "norm", "limit", "clipped", "skip", "rejected", "lr", "next_scale", "carried",
-)  # fmt: skip
-_SPREAD_SCALARS = ("nan", "inf", "mean_loss", "losses")
-_NO_SCALARS: dict[str, float | None] = dict.fromkeys((*_SCALARS, *_SPREAD_SCALARS))
-_scalars_of = operator.attrgetter(*_SCALARS)
+_LIVE = ("scale", "norm", "limit", "clipped", "skip", "rejected", "lr", "carried")
+"""What a sample has as numbers, or as tensors that the next step may write to."""
+_live_of = operator.attrgetter(*_LIVE)
+_SPREAD_SCALARS = ("mean_loss", "losses")
+_NO_SCALARS: dict[str, float | None] = dict.fromkeys(
+    (*_LIVE, "loss", "next_scale", "nan", "inf", *_SPREAD_SCALARS)
+)
+_AT = {name: place for place, name in enumerate(ROW)}
 
 
 class RecordedOptimizer:
@@ -101,73 +104,127 @@ class RecordedOptimizer:
 class PendingStep:
     """One step as the recorder holds it: numbers that are known, tensors that are on their way.
 
-    `index` is that of its optimizer; with `detail` it is recorded tensor by tensor.
+    `index` is that of its optimizer; with `detail` it is recorded tensor by tensor. What nobody
+    writes to any more is kept as the sample has it, and looked at when the batch is sent: to hold a
+    step takes no operation of torch's, unless the sample has numbers that the next step writes to.
     """
 
     def __init__(self, sample: Sample, *, index: int, step: int, time: float, detail: bool) -> None:
         self.index, self.step, self.time, self.detail = index, step, time, detail
-        self.places, self.elements, self.more = sample.places, sample.elements, sample.more
-        self.waited = sample.waited
+        self.sample, self.more, self.part = sample, sample.more, sample.part
+        self.places, self.elements = sample.places, sample.elements
         self.memory: int | None = None
         self.gpu_memory: int | None = None
-        self.part = None if sample.part is None else replace(sample.part, norms=None)
-        self.spread, self.rank_losses, self.of_rank = (
-            sample.spread,
-            sample.rank_losses,
-            sample.of_rank,
-        )
         self.scalars: dict[str, float | None] = _NO_SCALARS.copy()
-        self._columns: dict[str, Tensor | list[float]] = {}  # On the host.
+        """Those that have arrived."""
         self.on_device: list[tuple[tuple[str, ...] | str, Tensor]] = []
-        """Names of scalars with their numbers in a row, or the name of a column with it."""
-        self._take_scalars(sample)
-        self._take_columns(sample)
-        self.streams: set[Any] = set()
-        if self.on_device:
-            devices = {tensor.device for _, tensor in self.on_device if tensor.is_cuda}
-            self.streams = {torch.cuda.current_stream(device) for device in devices}
-
-    def _take_scalars(self, sample: Sample) -> None:
-        groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
-        values = _scalars_of(sample)
-        named = list(zip(_SCALARS, values, strict=True))
-        if sample.spread is not None:
-            named += [(name, getattr(sample.spread, name)) for name in _SPREAD_SCALARS]
-        for name, value in named:
-            if value is None:
-                continue
-            if not isinstance(value, Tensor):
+        """Names with a 1-d tensor of their numbers, or one name with its number or column: all that
+        is to travel, once `gather` was called."""
+        self._columns: dict[str, Tensor | list[float]] = {}  # On the host.
+        live = []
+        for name, value in zip(_LIVE, _live_of(sample), strict=True):
+            if isinstance(value, Tensor):
+                live.append((name, value))
+            elif value is not None:
                 self.scalars[name] = float(value)
-            elif value.device.type == "cpu":
+        if live:
+            self._copy(live)
+        made = [] if sample.record is None else [sample.record.skip]
+        if isinstance(sample.loss, Tensor):
+            if sample.loss.numel() != 1:
+                raise ValueError(f"a loss is one number, got {sample.loss.numel()}")
+            made.append(sample.loss)
+        made += [tensor for _, tensor in self.on_device]
+        self.on_host = all(map(is_here, made))
+        """Whether nothing of it is on a device."""
+        self.streams: set[Any] = set()
+        """Of GPUs: those on which it was made."""
+        if not self.on_host:
+            self.streams = {_stream_on(tensor.device) for tensor in made if tensor.is_cuda}
+
+    def _copy(self, live: list[tuple[str, Tensor]]) -> None:
+        """Takes numbers as they are now."""
+        groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+        for name, value in live:
+            if is_here(value):
                 self.scalars[name] = float(value.detach())
             else:
                 groups.setdefault((value.device, value.dtype), []).append((name, value.detach()))
-        for pairs in groups.values():  # One launch each; it is also the copy.
+        for pairs in groups.values():  # One launch each.
             stacked = torch.stack([value.reshape(()) for _, value in pairs])
             self.on_device.append((tuple(name for name, _ in pairs), stacked))
 
-    def _take_columns(self, sample: Sample) -> None:
-        columns: dict[str, Any] = {}
-        found = sample.statistics
+    def gather(self, *, is_latest: bool) -> None:
+        """Finds out what is to travel to the host, and takes what is there already.
+
+        Args:
+            is_latest: whether its optimizer has taken no step since, so that the scale is still
+                that after this one. Of another step the next one tells.
+        """
+        sample = self.sample
+        self._take("loss", sample.loss)
+        if is_latest or not isinstance(sample.next_scale, Tensor):
+            self._take("next_scale", sample.next_scale)
+        if sample.record is not None:
+            self._take("row", sample.record.row)
+        if sample.spread is not None:
+            for name in _SPREAD_SCALARS:
+                self._take(name, getattr(sample.spread, name))
+        for name, column in self._columns_of(sample).items():
+            if column is not None:
+                self._take(name, column)
+        sample.record = sample.found = None  # What it has of every gradient takes room.
+
+    def _take(self, name: str, value: Tensor | float | None) -> None:
+        if not isinstance(value, Tensor):
+            self.scalars[name] = None if value is None else float(value)
+            return
+        value = value.detach()
+        if name in _NO_SCALARS and value.dim():
+            value = value.reshape(())
+        if is_here(value):
+            self.put(name, value)
+        else:
+            self.on_device.append((name, value))
+
+    def put(self, what: tuple[str, ...] | str, numbers: Tensor) -> None:
+        """Takes numbers that have arrived, under what `on_device` had them as."""
+        if not isinstance(what, str):
+            self.scalars.update(zip(what, fetch(numbers), strict=True))
+        elif what == "row":
+            row, scalars = fetch(numbers), self.scalars
+            for name in self.sample.of_record:
+                scalars[name] = row[_AT[name]]
+        elif what in _NO_SCALARS:
+            (self.scalars[what],) = fetch(numbers)
+        else:
+            self._columns[what] = numbers
+
+    def _columns_of(self, sample: Sample) -> dict[str, Tensor | None]:
         if sample.spread is not None:
             columns = self._spread_columns(sample.spread)
-        elif found is not None:
-            columns = {"nan": found.nan, "inf": found.inf}
-            if self.detail:
-                columns |= {"norms": found.norms, "largest": found.largest, "zeros": found.zeros}
-        if self.detail and sample.spread is None:
-            columns |= {"weight": sample.weight, "update": sample.update}
+        else:
+            columns = self._own_columns(sample)
         if sample.rank_losses is not None:
             columns["rank_losses"] = sample.rank_losses.numbers
         if sample.part is not None:
             columns["part_norms"] = sample.part.norms
-        for name, column in columns.items():
-            if column is None:
-                continue
-            if column.device.type == "cpu":
-                self._columns[name] = column.detach()
-            else:
-                self.on_device.append((name, column.detach()))
+        return columns
+
+    def _own_columns(self, sample: Sample) -> dict[str, Tensor | None]:
+        columns: dict[str, Tensor | None] = {}
+        if not self._is_finite() or self.detail or sample.part is not None:
+            columns["counts"] = sample.counts()
+        if self.detail:
+            found = sample.statistics()
+            if found is not None:
+                columns |= {"norms": found.norms, "largest": found.largest, "zeros": found.zeros}
+            columns |= {"weight": sample.weight, "update": sample.update}
+        return columns
+
+    def _is_finite(self) -> bool:
+        """Whether it is known that there is no NaN and no Inf in any gradient."""
+        return self.scalars["nan"] == self.scalars["inf"] == 0.0
 
     def column(self, name: str) -> list[float]:
         """Numbers that have arrived, one for each tensor or rank; none if there are none."""
@@ -176,20 +233,18 @@ class PendingStep:
             numbers = self._columns[name] = fetch(numbers)
         return numbers
 
-    def _counts(self, name: str) -> list[int]:
-        return [int(number) for number in self.column(name)]
+    def counts(self) -> tuple[list[int], list[int]]:
+        """How many NaN and how many Inf each gradient has."""
+        both = self._columns.get("counts")
+        if both is None:
+            return [], []
+        numbers = list(map(int, self.column("counts")))
+        half = len(numbers) // 2
+        return numbers[:half], numbers[half:]
 
-    def _has_bad(self) -> bool:
-        """Whether an element of a gradient is NaN or Inf: whose, is looked at only then."""
-        for name in ("nan", "inf"):
-            counts = self._columns.get(name, ())
-            if bool(counts.any()) if isinstance(counts, Tensor) else any(counts):
-                return True
-        return False
-
-    def _spread_columns(self, spread: SpreadSample) -> dict[str, Any]:
+    def _spread_columns(self, spread: SpreadSample) -> dict[str, Tensor | None]:
         """What all ranks found, along the parameters that one optimizer has on all of them."""
-        columns: dict[str, Any] = {"blamed": spread.blamed}
+        columns: dict[str, Tensor | None] = {"blamed": spread.blamed}
         shared, parameters = spread.shared, spread.together.parameters
         if shared is None or not self.detail:
             self.detail = False  # What this rank alone has found is not what the file is to tell.
@@ -198,53 +253,48 @@ class PendingStep:
         end = begin + len(parameters.optimizers[spread.optimizer])
         found = {name: column[begin:end] for name, column in shared._asdict().items()}
         found["update"] = update_ratio(found["weight"], found.pop("change"))
+        found["counts"] = torch.cat((found.pop("nan"), found.pop("inf")))
         return columns | {f"{name} of all": column for name, column in found.items()}
-
-    def put(self, what: tuple[str, ...] | str, numbers: Tensor) -> None:
-        """Takes numbers that have arrived, under what `on_device` had them as."""
-        if isinstance(what, str):
-            self._columns[what] = numbers
-        else:
-            self.scalars.update(zip(what, fetch(numbers), strict=True))
 
     def to_step(self, optimizer: RecordedOptimizer) -> Step:
         """The record of a step whose numbers have arrived: unscaled, with culprits by name."""
-        numbers = self.scalars
-        skip = numbers["skip"] or 0.0
+        numbers, spread = self.scalars, self.sample.spread
+        skip, loss = numbers["skip"] or 0.0, numbers["loss"]
         rejected = skip == 2.0 or bool(numbers["rejected"])
         skipped = skip > 0 or rejected
-        if self.spread is not None:
+        if spread is not None:
             self._take_spread()
             if numbers["losses"]:
-                numbers["loss"] = numbers["mean_loss"]
-        nan: list[int] = []
-        inf: list[int] = []
-        told: dict[str, Any] = {"nan": 0, "inf": 0, "culprits": ()}
-        is_bad = self._has_bad()
-        if is_bad or self.detail:
-            nan, inf = self._counts("nan"), self._counts("inf")
+                loss = numbers["loss"] = numbers["mean_loss"]
+        nan, inf = ([], []) if self._is_finite() and not self.detail else self.counts()
+        is_bad = any(nan) or any(inf)
         places = range(len(nan)) if self.places is None else self.places
+        told: dict[str, Any] = {"nan": 0, "inf": 0, "culprits": ()}
         if is_bad:
             told = {"nan": sum(nan), "inf": sum(inf)}
-            told |= _culprits(optimizer, places, nan, inf, of_rank=self.of_rank)
-        if self.spread is not None:
-            told |= self._told_by_ranks(self.spread)
+            told |= _culprits(optimizer, places, nan, inf, of_rank=self.sample.of_rank)
+        if spread is not None:
+            told |= self._told_by_ranks(spread)
+        norm = numbers["norm"]
+        if norm is not None and self.sample.norm_is_scaled:
+            carried = self._carried()
+            norm = norm / carried if carried else math.inf
         return Step(
             step=self.step,
             time=self.time,
             optimizer=self.index,
-            loss=_finite(numbers["loss"]),
+            loss=_finite(loss),
             scale=_finite(numbers["scale"]),
-            norm=_finite(numbers["norm"]),
+            norm=_finite(norm),
             limit=_finite(numbers["limit"]),
             clipped=bool(numbers["clipped"]) and not skipped,
             skipped=skipped,
             reason=None if not skipped else "rejected" if rejected else "nonfinite",
             lr=_finite(numbers["lr"]),
             detail=self._detail(optimizer, places, nan, inf) if self.detail else None,
-            loss_nonfinite=numbers["loss"] is not None and not math.isfinite(numbers["loss"]),
-            of_rank=self.of_rank or None,
-            waited=self.waited,
+            loss_nonfinite=loss is not None and not math.isfinite(loss),
+            of_rank=self.sample.of_rank or None,
+            waited=self.sample.waited,
             memory=self.memory,
             gpu_memory=self.gpu_memory,
             **told,
@@ -252,14 +302,15 @@ class PendingStep:
 
     def losses_of_ranks(self) -> RankLosses | None:
         """What data-parallel ranks have told of the losses up to this step, if they have."""
-        if self.rank_losses is None:
+        told = self.sample.rank_losses
+        if told is None:
             return None
-        found = self.rank_losses.by_step(self.column("rank_losses"))
+        found = told.by_step(self.column("rank_losses"))
         first = self.step - len(found) + 1
         return RankLosses(
             optimizer=self.index,
             first=first,
-            ranks=len(self.rank_losses.ranks),
+            ranks=len(told.ranks),
             losses=tuple(mean for mean, _ in found),
             bad={str(first + at): list(bad) for at, (_, bad) in enumerate(found) if bad},
         )
@@ -274,6 +325,9 @@ class PendingStep:
             del self._columns[name]
             if short in ("weight", "update"):  # These run along all parameters.
                 self._columns[short] = column
+            elif short == "counts":
+                half = len(elements)
+                self._columns[short] = [column[at + k] for at in (0, half) for k in self.places]
             else:
                 self._columns[short] = [column[place] for place in self.places]
 
@@ -281,7 +335,7 @@ class PendingStep:
         """Culprits with their ranks, NaN and Inf of all, and whose losses were bad."""
         culprits, bad = spread.together.blamed(self.column("blamed"), optimizer=spread.optimizer)
         named = tuple(Culprit(name, *counts) for name, counts in culprits.items())
-        nan, inf = self.scalars["nan"], self.scalars["inf"]
+        nan, inf = self.scalars["nan"], self.scalars["inf"]  # None: of several optimizers.
         return {
             "culprits": named,
             "nan": sum(each.nan for each in named) if nan is None else int(nan),
@@ -290,14 +344,19 @@ class PendingStep:
             "bad_loss_ranks": bad,
         }
 
+    def _carried(self) -> float:
+        """The scale that the measured gradients carried."""
+        carried = self.scalars["carried"]
+        if carried is None:
+            carried = self.scalars["scale"]
+        return 1.0 if carried is None else carried
+
     def _detail(
         self, optimizer: RecordedOptimizer, places: Sequence[int], nan: list[int], inf: list[int]
     ) -> Detail:
         count = len(optimizer.info.names)
-        carried = self.scalars["carried"]
-        if carried is None:
-            carried = self.scalars["scale"]
-        factor = 1.0 if carried is None else 1.0 / carried if carried else math.nan
+        carried = self._carried()
+        factor = 1.0 / carried if carried else math.nan
         sizes = self.elements
         if sizes is None:
             sizes = [optimizer.info.sizes[place] for place in places if place < count]
@@ -356,9 +415,8 @@ class PendingNumbers:
             for device, pairs in groups.items():  # A copy: the tensors are the caller's.
                 stacked = torch.stack([v.reshape(()).to(wide(device)) for _, v in pairs])
                 self.on_device.append((tuple(name for name, _ in pairs), stacked))
-        self.streams: set[Any] = {
-            torch.cuda.current_stream(device) for device in groups if device.type == "cuda"
-        }
+        self.on_host = all(device.type == "cpu" for device in groups)
+        self.streams = {_stream_on(device) for device in groups if device.type == "cuda"}
 
     def put(self, what: tuple[str, ...] | str, numbers: Tensor) -> None:
         """As `PendingStep.put`."""
@@ -370,6 +428,22 @@ class PendingNumbers:
 
 
 Pending = PendingStep | PendingNumbers
+
+
+def is_here(tensor: Tensor) -> bool:
+    """Whether a tensor is read without a transfer."""
+    return tensor.is_cpu
+
+
+_streams: dict[tuple[torch.device, int | None], Any] = {}
+
+
+def _stream_on(device: torch.device) -> Any:
+    """The stream on which work for a GPU is queued; torch makes an object for each that asks."""
+    key = device, stream_of(device)
+    if key not in _streams:
+        _streams[key] = torch.cuda.current_stream(device)
+    return _streams[key]
 
 
 def _culprits(
@@ -419,26 +493,35 @@ class Batch:
     def __init__(self, steps: Sequence[Pending]) -> None:
         self.steps = steps
         self._copies: list[tuple[HostCopy, list[_Entry]]] = []
-        devices = {tensor.device for step in steps for _, tensor in step.on_device}
-        taken = [step for step in steps if isinstance(step, PendingStep)]
-        if taken:
-            taken[-1].memory, taken[-1].gpu_memory = peak_of_process(), peak_of_gpus(devices)
+        elsewhere = _follow_streams(steps)
+        latest: set[int] = set()
+        last: PendingStep | None = None
+        for step in reversed(steps):
+            if isinstance(step, PendingStep):
+                step.gather(is_latest=step.index not in latest)
+                latest.add(step.index)
+                last = last or step
+        # Alike together: one gathering and one conversion for each kind, one copy for all.
+        alike: dict[tuple[torch.device, torch.dtype, int], list[tuple[_Entry, Tensor]]] = {}
+        for step in steps:
+            for what, tensor in step.on_device:
+                key = tensor.device, tensor.dtype, tensor.dim()
+                alike.setdefault(key, []).append(((step, what, tensor.numel()), tensor))
+        devices = dict.fromkeys(device for device, _, _ in alike)
+        if last is not None:
+            last.memory, last.gpu_memory = peak_of_process(), peak_of_gpus(devices)
         for device in devices:
-            tensors = [
-                (step, what, tensor)
-                for step in steps
-                for what, tensor in step.on_device
-                if tensor.device == device
+            kinds = [pairs for (where, _, _), pairs in alike.items() if where == device]
+            if device in elsewhere:  # Their memory must not be given away before it was read.
+                for pairs in kinds:
+                    for _, tensor in pairs:
+                        tensor.record_stream(elsewhere[device])
+            parts = [
+                (torch.cat if pairs[0][1].dim() else torch.stack)([tensor for _, tensor in pairs])
+                for pairs in kinds
             ]
-            # Alike together: one gathering for each dtype, one conversion, one copy.
-            tensors.sort(key=lambda entry: str(entry[2].dtype))
-            if device.type == "cuda":
-                _follow_streams(device, steps, [tensor for _, _, tensor in tensors])
-            parts: dict[torch.dtype, list[Tensor]] = {}
-            for _, _, tensor in tensors:
-                parts.setdefault(tensor.dtype, []).append(tensor)
-            flat = torch.cat([torch.cat(each).to(wide(device)) for each in parts.values()])
-            entries = [(step, what, tensor.numel()) for step, what, tensor in tensors]
+            flat = torch.cat([part.to(wide(device)) for part in parts])
+            entries = [entry for pairs in kinds for entry, _ in pairs]
             self._copies.append((HostCopy(flat, flagged=True), entries))
         for step in steps:
             step.on_device, step.streams = [], set()
@@ -454,7 +537,7 @@ class Batch:
         """
         for copy, entries in self._copies:
             # In memory that no device knows of, and tensor by tensor: most of the numbers, the
-            # counts of NaN and Inf of every gradient, are only asked whether one of them is not 0.
+            # counts of NaN and Inf of every gradient, are asked for only if one of them is not 0.
             parts = torch.split(copy.numbers(), [size for _, _, size in entries])
             for (step, what, _), numbers in zip(entries, parts, strict=True):
                 step.put(what, numbers)
@@ -469,17 +552,20 @@ class Batch:
         return self.steps
 
 
-def _follow_streams(
-    device: torch.device, steps: Sequence[Pending], tensors: Sequence[Tensor]
-) -> None:
-    """Lets this stream wait, on the device, for those that made the tensors."""
-    now = torch.cuda.current_stream(device)
-    others = {s for step in steps for s in step.streams if s.device == device and s != now}
-    for stream in others:
-        now.wait_stream(stream)
-    if others:  # Their memory must not be given away before this stream has read it.
-        for tensor in tensors:
-            tensor.record_stream(now)
+def _follow_streams(steps: Sequence[Pending]) -> dict[torch.device, Any]:
+    """Lets the streams that are current wait, on their devices, for those that made the steps.
+
+    Returns:
+        By device the current stream, where others made some of it.
+    """
+    every = {stream for step in steps for stream in step.streams}
+    found: dict[torch.device, Any] = {}
+    for stream in every:
+        now = torch.cuda.current_stream(stream.device)
+        if stream != now:
+            now.wait_stream(stream)
+            found[stream.device] = now
+    return found
 
 
 class StepQueue:
@@ -496,6 +582,11 @@ class StepQueue:
         self._last = self._asked = clock()
         self._held: list[Pending] = []
         self._sent: deque[Batch] = deque()
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether something is on its way to the host, or there."""
+        return len(self._sent) > 0
 
     def hold(self, step: Pending) -> None:
         """Takes another step, or numbers of the user's own."""
@@ -532,7 +623,7 @@ class StepQueue:
             and held
             and not self._sent
             and not held[-1].more
-            and not any(s.on_device for s in held)
+            and all(each.on_host for each in held)
         ):
             self._sent.append(Batch(held))
             self._held = []

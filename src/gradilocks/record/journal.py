@@ -9,29 +9,27 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from gradilocks.eager import eager
 from gradilocks.names import Names
 from gradilocks.ranks.all_parameters import AllParameters
-from gradilocks.ranks.layout import is_distributed
+from gradilocks.ranks.layout import has_other_ranks, is_distributed
 from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.precision import formats_behind
 from gradilocks.record.recorder import Recorder, refuse_capture
-from gradilocks.record.sample import Sample, SpreadSample, Weights
+from gradilocks.record.sample import OF_CONTROL, Sample, SpreadSample, Weights
 from gradilocks.step.events import EVENTS, Step, StepEvents, StepListener
 from gradilocks.step.measure import measure
 from gradilocks.step.own_step import weakly
 from gradilocks.step.table import every_parameter, gradients_of, parameter_list
 from gradilocks.step.together import Together
-from gradilocks.values import ROW, Statistics, StepRecord, wide
+from gradilocks.values import Statistics, StepRecord, wide
 
 __all__ = ["Journal", "journal_of", "log", "recorder_for"]
-
-_AT = {name: place for place, name in enumerate(ROW)}
 
 
 class Journal(StepListener):
@@ -70,7 +68,6 @@ class Journal(StepListener):
         # The optimizers that have stepped on the losses so far, each alone.
         self._stepped: set[int] = set()
         self._weights: list[Weights | None] = []
-        self._elements: list[int] | None = None
         self._two_norms: Tensor | None = None
 
     def introduce(
@@ -152,48 +149,51 @@ class Journal(StepListener):
             return
         if not self.recorder.knows_precision:
             self.recorder.precision(formats_behind(loss))
-        loss = loss.detach()
-        if loss.numel() != 1 or is_distributed(loss):
+        if loss.numel() != 1 or (type(loss) is not Tensor and is_distributed(loss)):
             self.loss = None
             return
-        with torch.no_grad():  # A copy: the loss is the caller's, who may change it.
-            mine = loss.reshape(()).to(wide(loss.device), copy=True)
-            before = self.loss
-            # A loss after an optimizer's own step begins another sum.
-            anew = first or len(self._stepped) > 0
-            self._stepped = set()
-            if anew:
-                self.loss = mine
-            elif before is None:  # A part of the sum was not seen: attached since, or no scalar.
-                return
-            elif averaged:
-                self.loss = before.to(mine.device) + (mine - before.to(mine.device)) / averaged
-            else:
-                self.loss = before.to(mine.device) + mine
+        mine = loss.detach()
+        if mine.dim():
+            mine = mine.reshape(())
+        # A copy: the loss is the caller's, who may change it.
+        kind = wide(mine.device)
+        mine = mine.clone() if mine.dtype is kind else mine.to(kind)
+        before = self.loss
+        if first or self._stepped:  # A loss after an optimizer's own step begins another sum.
+            self._stepped.clear()
+            self.loss = mine
+        elif before is None:  # A part of the sum was not seen: attached since, or no scalar.
+            return
+        elif averaged:
+            self.loss = before.to(mine.device) + (mine - before.to(mine.device)) / averaged
+        else:
+            self.loss = before.to(mine.device) + mine
 
     def step_begins(self, step: Step) -> None:
-        if not self.recorder.recording:
+        recorder = self.recorder
+        if not recorder.recording:
             return
         refuse_capture()
         known = self._introduced(step.optimizers)
-        if known is not None:
+        if known is not None and self._goes_on_from:
             self._number_steps(_key(step.optimizers), known)
-        plan = self.recorder.plan(known.indices[0] if known else None)
-        step.plans.append(plan)
-        self._weights, self._elements, self._two_norms = [], None, None
-        if self._tells_of_all(step):
-            step.detail = step.detail or plan.wants_detail(0)
-            return  # The ranks share what they find, and who holds what they tell at the step.
+        self._weights, self._two_norms = [], None
+        if has_other_ranks():
+            plan = recorder.plan(known.indices[0] if known else None)
+            step.plans = (*step.plans, plan)
+            if self._tells_of_all(step):
+                step.detail = step.detail or plan.wants_detail(0)
+                return  # The ranks share what they find, and who holds what they tell at the step.
         if known is None or known.counts != _counts(step.optimizers):
             known = self.introduce(step.optimizers, self._names(step))
             self._number_steps(_key(step.optimizers), known)
-        wanted = [self.recorder.wants_detail(index) for index in known.indices]
-        step.detail = step.detail or any(wanted)
+        wanted = [recorder.wants_detail(index) for index in known.indices]
         if any(wanted):
+            step.detail = True
             try:
                 self._read_detail(wanted, step)
             except Exception as error:  # Tensors of a kind that nobody has thought of.
-                self.recorder.warn_once(
+                recorder.warn_once(
                     f"a step could not be recorded tensor by tensor: {type(error).__name__}: "
                     f"{error}. Training goes on, and so does the record of whole steps."
                 )
@@ -201,17 +201,19 @@ class Journal(StepListener):
     def _introduced(self, optimizers: Sequence[Any]) -> _Introduced | None:
         """What the recorder was told of these; None if it was not, or of others with their ids."""
         known = self._known.get(_key(optimizers))
-        if known is None or any(
-            who() is not o for who, o in zip(known.who, optimizers, strict=True)
-        ):
-            return None
+        if known is not None:
+            for who, optimizer in zip(known.who, optimizers, strict=True):
+                if who() is not optimizer:
+                    return None
         return known
 
     def wants_detail(self, optimizer: Any) -> bool:
         """Whether the coming step of one that steps alone is to be recorded tensor by tensor."""
+        if not self.recorder.recording:
+            return False
         known = self._introduced((optimizer,))
         if known is None:  # As the recorder will number its first one.
-            return self.recorder.recording and self.recorder.plan(None).wants_detail(0)
+            return self.recorder.plan(None).wants_detail(0)
         return self.recorder.wants_detail(known.indices[0])
 
     def _names(self, step: Step) -> Names:
@@ -228,12 +230,13 @@ class Journal(StepListener):
         return self.recorder.rank in step.ranks[:1]
 
     def _read_detail(self, wanted: Sequence[bool], step: Step) -> None:
-        found = gradients_of(parameter_list(step.optimizers), name=self._names(step))
-        at = found.addressed
-        self._elements = list(at.at.sizes if at else map(Tensor.numel, found.tensors))
-        if step.order != 2.0 and found.tensors:
-            assert isinstance(step.scale, Tensor)
-            self._two_norms = measure(found.tensors, home=step.scale.device).tensors.norms
+        if step.order != 2.0 or not step.is_of_control:
+            found = gradients_of(parameter_list(step.optimizers), name=self._names(step))
+            at = found.addressed
+            step.elements = at.at.sizes if at else [each.numel() for each in found.tensors]
+            if step.order != 2.0 and found.tensors:
+                assert isinstance(step.scale, Tensor)
+                self._two_norms = measure(found.tensors, home=step.scale.device).tensors.norms
         self._weights = [
             Weights(parameter_list([optimizer])) if wants else None
             for optimizer, wants in zip(step.optimizers, wanted, strict=True)
@@ -250,26 +253,22 @@ class Journal(StepListener):
             self._record_of_all(step, record, loss, step.together, waited)
             return
         known = self._known[_key(step.optimizers)]
-        parts = self._parts(record, step.optimizers, known.counts)
-        row = record.row
+        parts = self._parts(step, record, known.counts)
         for number, optimizer in enumerate(step.optimizers):
-            statistics, places, elements = parts[number]
+            found, places, elements = parts[number]
             weight = update = None
             before = self._weights[number] if self._weights else None
             if before is not None:
-                weight, update = before.moved_by_step(row.device)
+                weight, update = before.moved_by_step(record.row.device)
+            groups = optimizer.param_groups
             self.recorder.step(
                 known.indices[number],
                 Sample(
                     loss=loss,
-                    scale=row[_AT["scale"]],
-                    norm=row[_AT["norm"]],
-                    limit=row[_AT["limit"]],
-                    clipped=row[_AT["clipped"]],
-                    skip=row[_AT["skip"]],
-                    lr=optimizer.param_groups[0].get("lr") if optimizer.param_groups else None,
+                    record=record,
+                    lr=groups[0].get("lr") if groups else None,
                     next_scale=step.next_scale,
-                    statistics=statistics,
+                    found=found,
                     carried=1.0 if step.unscaled else None,
                     places=places,
                     elements=elements,
@@ -300,24 +299,21 @@ class Journal(StepListener):
         if known is None or known.parameters is not together.parameters:
             known = self.introduce(step.optimizers, self._names(step), together)
             self._number_steps(_key(step.optimizers), known)
-        row, one = record.row, len(known.indices) == 1
+        of_all = OF_CONTROL
+        if len(known.indices) > 1:  # NaN and Inf are counted over all of them.
+            of_all = tuple(name for name in OF_CONTROL if name not in ("nan", "inf"))
         for number, index in enumerate(known.indices):
             groups = step.optimizers[number].param_groups
             sample = Sample(
                 loss=loss,
-                scale=row[_AT["scale"]],
-                norm=row[_AT["norm"]],
-                limit=row[_AT["limit"]],
-                clipped=row[_AT["clipped"]],
-                skip=row[_AT["skip"]],
+                record=record,
+                of_record=of_all,
                 lr=groups[0].get("lr") if groups else None,
                 next_scale=step.next_scale,
                 carried=1.0 if step.unscaled else None,
                 spread=SpreadSample(
                     together=together,
                     blamed=together.blamed_rows(),
-                    nan=row[_AT["nan"]] if one else None,
-                    inf=row[_AT["inf"]] if one else None,
                     mean_loss=together.mean_loss(),
                     losses=together.total("losses"),
                     optimizer=number,
@@ -338,32 +334,42 @@ class Journal(StepListener):
         self._stepped.add(mine)
         return loss
 
-    def _parts(
-        self, record: StepRecord, optimizers: Sequence[Any], counts: list[int]
-    ) -> Sequence[tuple[Statistics | None, list[int] | None, list[int] | None]]:
+    def _parts(self, step: Step, record: StepRecord, counts: list[int]) -> Sequence[_Part]:
         """Each optimizer's share of what was measured, and of whom it is."""
-        found = record.statistics
-        if self._two_norms is not None:
-            found = replace(found, norms=self._two_norms)
-        measured = found.norms.numel()
+        measured, norms = step.measured, self._two_norms
+        if measured is None:
+            measured = record.statistics.norms.numel()
+        elements = step.elements if step.detail else None
+        if measured == sum(counts) and len(counts) == 1 and norms is None:
+            return [_Part(None, None, elements)]
         places: list[list[int] | None] = [None] * len(counts)
         lengths = counts
         if measured != sum(counts):
             having = [
                 [k for k, p in enumerate(every_parameter([o])) if p.grad is not None]
-                for o in optimizers
+                for o in step.optimizers
             ]
             places, lengths = [*having], [len(each) for each in having]
             if sum(lengths) != measured:  # An optimizer that cleared its gradients: whose, nobody
-                return [(None, None, None)] * len(lengths)  # can tell any more.
+                nothing = _Part(lambda: None, None, None)  # can tell any more.
+                return [nothing] * len(lengths)
         parts = []
         begin = 0
         for each, length in zip(places, lengths, strict=True):
             end = begin + length
-            mine = None if self._elements is None else self._elements[begin:end]
-            parts.append((_slice(found, begin, end), each, mine))
+            mine = None if elements is None else elements[begin:end]
+            parts.append(_Part(partial(_slice, record, norms, begin, end), each, mine))
             begin = end
         return parts
+
+
+class _Part(NamedTuple):
+    """What one optimizer has of what was measured at a step."""
+
+    found: Callable[[], Statistics | None] | None
+    """As a Sample has it, and likewise the others."""
+    places: list[int] | None
+    elements: Sequence[int] | None
 
 
 def recorder_for(
@@ -454,13 +460,25 @@ def _key(optimizers: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _counts(optimizers: Sequence[Any]) -> list[int]:
-    return [sum(len(g["params"]) for g in each.param_groups) for each in optimizers]
+    counts = []
+    for optimizer in optimizers:
+        count = 0
+        for group in optimizer.param_groups:
+            count += len(group["params"])
+        counts.append(count)
+    return counts
 
 
-def _slice(found: Statistics, begin: int, end: int) -> Statistics:
+def _slice(record: StepRecord, norms: Tensor | None, begin: int, end: int) -> Statistics:
+    """A part of what was measured; with other norms, if those are not of the order 2."""
+    found = record.statistics if norms is None else replace(record.statistics, norms=norms)
     if begin == 0 and end == found.norms.numel():
         return found
-    columns: dict[str, Any] = {
-        name: None if column is None else column[begin:end] for name, column in vars(found).items()
-    }
-    return Statistics(**columns)
+    largest, zeros = found.largest, found.zeros
+    return Statistics(
+        norms=found.norms[begin:end],
+        nan=found.nan[begin:end],
+        inf=found.inf[begin:end],
+        largest=None if largest is None else largest[begin:end],
+        zeros=None if zeros is None else zeros[begin:end],
+    )

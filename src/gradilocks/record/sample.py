@@ -6,26 +6,39 @@ the step, and how far the step has moved it. Nothing here waits.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from gradilocks import _torch
+from gradilocks import _torch, kernels
 from gradilocks.kernels import native, pieces
-from gradilocks.kernels.host_numbers import numbers_on, send
+from gradilocks.kernels.chunks import DTYPES, AddressedTensors, Addresses
+from gradilocks.kernels.host_numbers import numbers_on, send, stream_of
 from gradilocks.ranks.layout import local_of
 from gradilocks.step.rank_losses import RankedLosses
 from gradilocks.step.together import Together
-from gradilocks.values import SharedDetail, Statistics, moved
+from gradilocks.values import SharedDetail, Statistics, StepRecord, moved
 
-__all__ = ["LARGEST_WHOLE", "RankPart", "Sample", "SpreadSample", "Weights", "update_ratio"]
+__all__ = [
+    "LARGEST_WHOLE",
+    "OF_CONTROL",
+    "RankPart",
+    "Sample",
+    "SpreadSample",
+    "Weights",
+    "update_ratio",
+]
 
 Number = Tensor | float | None
+OF_CONTROL: Sequence[str] = ("scale", "norm", "limit", "clipped", "skip", "nan", "inf")
+"""What the row of a control tells of a step."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +48,6 @@ class SpreadSample:
     together: Together
     blamed: Tensor
     """As `Together.blamed_rows` has it."""
-    nan: Tensor | None
-    """0-d: how many NaN all ranks have; None if they are those of several optimizers."""
-    inf: Tensor | None
     mean_loss: Tensor
     """0-d: of the ranks that have a loss."""
     losses: Tensor
@@ -77,9 +87,9 @@ class RankPart:
 class Sample:
     """One step. Tensors stay on their device; nothing here is read until it has arrived.
 
-    Tensors of one element are copied when they are handed over, so they may be overwritten by the
-    next step. Those of `statistics`, `weight` and `update` are kept as they are until their batch
-    is sent: hand over tensors that nobody writes to any more.
+    Scale, norm, limit, clipped, skip, rejected, lr and carried are copied when they are handed
+    over: the next step may overwrite them. All else is kept as it is until its batch is sent: hand
+    over what nobody writes to any more.
     """
 
     loss: Number = None
@@ -98,12 +108,19 @@ class Sample:
     """Whether they were left so by a clip policy, on finite gradients."""
     lr: Number = None
     """Of the first parameter group."""
+    record: StepRecord | None = None
+    """What was measured and decided."""
+    of_record: Sequence[str] = OF_CONTROL
+    """Which numbers are those in the record's row, of those that ROW names."""
+    norm_is_scaled: bool = False
+    """Whether the norm there is that of the gradients with the scale that they carried."""
     waited: float | None = None
     """Seconds of the host between the step before it and the next call of a module."""
     next_scale: Number = None
-    """The scale after this step, for the log; None to find it in the next sample."""
-    statistics: Statistics | None = None
-    """Gradient by gradient, as measured."""
+    """The scale after this step, for the log: the tensor itself that moves on, or None to find it
+    in the next sample."""
+    found: Callable[[], Statistics | None] | None = None
+    """What tells what was measured, gradient by gradient; None: the record does."""
     carried: Number = None
     """The scale that the measured gradients carried: 1 if they were unscaled; None: `scale`."""
     places: Sequence[int] | None = None
@@ -124,6 +141,19 @@ class Sample:
     """What the ranks are to bring together later, if they do."""
     more: bool = False
     """Whether the next sample is of the same decision: another optimizer of the same control."""
+
+    def statistics(self) -> Statistics | None:
+        """What was measured, gradient by gradient."""
+        if self.found is not None:
+            return self.found()
+        return None if self.record is None else self.record.statistics
+
+    def counts(self) -> Tensor | None:
+        """1-d: how many NaN each gradient has, and after those how many Inf."""
+        if self.found is None:
+            return None if self.record is None else self.record.counts()
+        found = self.found()
+        return None if found is None else torch.cat((found.nan, found.inf))
 
 
 LARGEST_WHOLE = 65_536
@@ -163,11 +193,7 @@ class Weights:
         with torch.no_grad():
             for before in self._before:
                 change = _copies(self._params, before.kind).elements.sub_(before.elements)
-                both = [
-                    *torch.split(before.elements, before.sizes),
-                    *torch.split(change, before.sizes),
-                ]
-                norms = torch.stack(_torch.norms(both)).to(torch.float32)
+                norms = _norms((before.elements, change), before.sizes).to(torch.float32)
                 found.append(moved(norms.view(2, len(before.sizes)), home))
             norms = found[0] if len(found) == 1 else torch.cat(found, dim=1)
             places = [place for each in self._before for place in each.kind.places]
@@ -237,11 +263,85 @@ def _copies(params: Sequence[Tensor], kind: _Kind) -> _Copies:
         elements = torch.cat(_sampled(tensors)).view(-1)
         sizes = [LARGEST_WHOLE] * len(tensors)
     else:
-        elements = _torch.flattened(tensors)
         sizes = list(map(_torch.TensorBase.numel, tensors))
-        if len(tensors) == 1:  # Which torch does not copy.
-            elements = elements.clone()
+        elements = _one_after_another(tensors, sum(sizes))
     return _Copies(kind, elements.to(torch.promote_types(elements.dtype, torch.float32)), sizes)
+
+
+def _one_after_another(tensors: list[Tensor], total: int) -> Tensor:
+    """A copy of the elements of tensors of one dtype on one device."""
+    library, first = native.library(), tensors[0]
+    if library is not None and first.is_cpu:
+        elements = torch.empty(total, dtype=first.dtype, device="cpu")
+        if library.copy_elements(tensors, elements):
+            return elements
+    copied: Tensor = _torch.flattened(tensors)
+    return copied if len(tensors) > 1 else copied.clone()  # Which torch does not copy.
+
+
+def _norms(rows: Sequence[Tensor], sizes: list[int]) -> Tensor:
+    """The norms of parts of so many elements, of each row those one after another; 1-d."""
+    at, parts = _where_parts_lie(rows, sizes), _Parts(rows, sizes)
+    if at is not None:
+        backend = kernels.BACKENDS[at.device.type]
+        return backend.measure(AddressedTensors(parts, at)).norms
+    return torch.stack(_torch.norms(list(parts)))
+
+
+class _Parts(Sequence[Tensor]):
+    """Parts of rows, which become tensors of their own only if somebody asks for one."""
+
+    def __init__(self, rows: Sequence[Tensor], sizes: list[int]) -> None:
+        self._rows, self._sizes = rows, sizes
+
+    def __len__(self) -> int:
+        return len(self._rows) * len(self._sizes)
+
+    @functools.cached_property
+    def _listed(self) -> list[Tensor]:
+        return [part for row in self._rows for part in torch.split(row, self._sizes)]
+
+    @overload
+    def __getitem__(self, place: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Tensor]: ...
+
+    def __getitem__(self, place: int | slice) -> Tensor | Sequence[Tensor]:
+        return self._listed[place]
+
+
+_known: dict[tuple[object, ...], tuple[Tensor, Addresses]] = {}
+_MOST_KNOWN = 8
+"""How many lists of sizes are known: where the parts begin, and the tables of the kernels."""
+
+
+def _where_parts_lie(rows: Sequence[Tensor], sizes: list[int]) -> Addresses | None:
+    """Where the parts lie; None if no kernel reaches them by their addresses."""
+    first, begins = rows[0], [row.data_ptr() for row in rows]
+    if (
+        not kernels.BACKENDS[first.device.type].BY_ADDRESS
+        or first.dtype not in DTYPES
+        or any(begin % 16 for begin in begins)
+    ):
+        return None
+    key = tuple(sizes), len(rows), first.dtype, first.device, stream_of(first.device)
+    known = _known.get(key)
+    if known is not None:
+        offsets, before = known
+        numbers = torch.cat([offsets + begin for begin in begins])
+        at = before.moved(numbers)
+    else:
+        width = first.element_size()
+        places = [place * width for place in accumulate(sizes[:-1], initial=0)]
+        offsets = torch.tensor(places, dtype=torch.int64, device="cpu")
+        numbers = torch.cat([offsets + begin for begin in begins])
+        kinds = tuple([(first.dtype, width if place % 16 else 16) for place in places])
+        at = Addresses(numbers, kinds * len(rows), tuple(sizes) * len(rows), first.device)
+    while len(_known) >= _MOST_KNOWN:
+        _known.pop(next(iter(list(_known))), None)  # Another thread may be here too.
+    _known[key] = offsets, at
+    return at
 
 
 def _sampled(tensors: list[Tensor]) -> list[Tensor]:

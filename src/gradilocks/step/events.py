@@ -49,7 +49,7 @@ from gradilocks.names import Names
 from gradilocks.step.own_step import weakly
 from gradilocks.step.rank_losses import RankedLosses
 from gradilocks.step.together import Together
-from gradilocks.values import RecordingPlan, SharedDetail, Statistics, StepRecord
+from gradilocks.values import RecordingPlan, SharedDetail, StepRecord
 
 __all__ = ["EVENTS", "Clip", "PerDriver", "Step", "StepEvents", "StepListener"]
 
@@ -73,49 +73,53 @@ class Step:
     """Of a control: the order of the norm that it measures."""
     scales: bool = True
     """Of a control: whether it scales losses, so that they all go through it."""
-    detail: bool = False
-    """For listeners: set at the beginning, it makes a control measure zeros and the largest."""
     apart: bool = False
     """Whether the control steps only some of its optimizers; a scaler steps each alone."""
     frame: FrameType | None = None
     """Of torch's wrapper around the first optimizer's own step, once that has begun."""
-    record: StepRecord | None = None
-    """At the end, of a control or of a scaler that records: what it has measured and decided."""
-    next_scale: Tensor | None = None
-    """At the end, of a control."""
-    plans: list[RecordingPlan] = field(default_factory=list)
-    """For listeners: at the beginning, what they need of the other ranks of a control."""
     ranks: tuple[int, ...] = ()
     """Of a control whose model several ranks hold: those ranks."""
-    of_rank: bool = False
+    # What follows is filled in later. To begin with, it is the class's: a step is made in 1 us.
+    detail: bool = field(default=False, init=False)
+    """For listeners: set at the beginning, it makes a control measure zeros and the largest."""
+    plans: tuple[RecordingPlan, ...] = field(default=(), init=False)
+    """For listeners: at the beginning, what they need of the other ranks of a control."""
+    of_rank: bool = field(default=False, init=False)
     """Of a scaler that records: whether this rank holds, or may hold, a part of the model."""
-    rank_losses: RankedLosses | None = None
+    record: StepRecord | None = field(default=None, init=False)
+    """At the end, of a control or of a scaler that records: what it has measured and decided."""
+    measured: int | None = field(default=None, init=False)
+    """At the end, of a control: how many gradients it has measured."""
+    elements: Sequence[int] | None = field(default=None, init=False)
+    """At the end, if `detail` was asked for: how many elements each of them has."""
+    next_scale: Tensor | None = field(default=None, init=False)
+    """At the end, of a control."""
+    rank_losses: RankedLosses | None = field(default=None, init=False)
     """At the end, of a control whose model each rank holds: losses that the ranks have told."""
-    together: Together | None = None
+    together: Together | None = field(default=None, init=False)
     """At the end, of a control whose model several ranks hold: what all of them told."""
-    shared: SharedDetail | None = None
+    shared: SharedDetail | None = field(default=None, init=False)
     """At the end, likewise: what all of them found of each parameter, if they shared it."""
-    skip: Tensor | bool = False
+    skip: Tensor | bool = field(default=False, init=False)
     """At the end: whether the parameters were left as they were."""
-    guarded: bool = False
+    guarded: bool = field(default=False, init=False)
     """For listeners: whether one of them keeps an optimizer from taking it, should it be bad."""
-    held: Tensor | bool = False
+    held: Tensor | bool = field(default=False, init=False)
     """Whether somebody who listens has kept an optimizer from taking it."""
-    rejected: Tensor | bool = False
+    rejected: Tensor | bool = field(default=False, init=False)
     """At the end: whether they were left so by a clip policy, on finite gradients."""
-    statistics: Statistics | None = None
+    found: StepRecord | None = field(default=None, init=False)
     """For listeners: what one of them has measured, if the driver is no control."""
-    is_finite: bool | None = None
-    """For listeners: whether there is no NaN and no Inf in `statistics`; None if the host does not
-    know yet."""
-    clipped_statistics: Statistics | None = None
-    """For listeners: the same of the gradients as they are now, if `statistics` are of before a
-    clip."""
-    loss: Tensor | None = None
+    is_finite: bool | None = field(default=None, init=False)
+    """For listeners: whether there is no NaN and no Inf in `found`; None if the host does not know
+    yet."""
+    clipped_found: StepRecord | None = field(default=None, init=False)
+    """For listeners: the same of the gradients as they are now, if `found` is of before a clip."""
+    loss: Tensor | None = field(default=None, init=False)
     """For listeners: the loss that one of them has found, likewise."""
-    limit: Tensor | None = None
+    limit: Tensor | None = field(default=None, init=False)
     """At the end, of a scaler with a clip policy: the bound on the norm."""
-    clipped: Tensor | None = None
+    clipped: Tensor | None = field(default=None, init=False)
     """At the end, of a scaler with a clip policy: whether it made the gradients smaller."""
 
     @property

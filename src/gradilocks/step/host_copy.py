@@ -23,7 +23,8 @@ ahead of its device, and where it is, the device has work for as many steps."""
 def fetch(*scalars: Tensor) -> list[float]:
     """0-d tensors, or one 1-d tensor, as Python numbers, in one transfer."""
     if scalars[0].dim() == 1:
-        return [float(value) for value in scalars[0].tolist()]
+        numbers: list[float] = scalars[0].tolist()
+        return numbers if scalars[0].is_floating_point() else list(map(float, numbers))
     home = scalars[0].device
     if home.type == "cpu":
         return [float(s) for s in scalars]
