@@ -946,12 +946,15 @@ class Engine:
     def remembered(self, among: Iterable[Tensor]) -> Remembered | None:
         """What the clip policy remembers, if all that it is about are `among` these parameters.
 
-        None if one is not, or if it is about parameters of other ranks too.
+        None if one is not, or if it is about parameters of other ranks too. One that its optimizer
+        has no more is forgotten, as it would be at the next step.
         """
-        here = set(map(id, among))
-        if self._of_all is not None or not here.issuperset(map(id, self._memory_of)):
+        present = set(map(id, every_parameter(self.names.optimizers)))
+        whose = [param for param in self._memory_of if id(param) in present]
+        if self._of_all is not None or not set(map(id, among)).issuperset(map(id, whose)):
             return None
-        return Remembered(self.memory, self._memory_of)
+        memory = self.memory_for(whose)
+        return Remembered(None if memory is None else dict(memory), whose)
 
     def remember(self, kept: Remembered) -> None:
         """Goes on with what the clip policy remembers of other parameters than the present ones."""
