@@ -218,8 +218,9 @@ class OptimizerEngines:
                     return place
         sizes = dict(zip(mine["names"], mine["sizes"], strict=True))
         for place, state in enumerate(self._loaded):
-            pairs = zip(state["names"], state["sizes"], strict=True)
-            if all(sizes.get(name) == size and not is_unnamed(name) for name, size in pairs):
+            pairs = list(zip(state["names"], state["sizes"], strict=True))
+            told = all(sizes.get(name) == size and not is_unnamed(name) for name, size in pairs)
+            if pairs and told:
                 return place  # Of these parameters before others were added to them.
         if self.clip.learns:
             _logger.warning(
