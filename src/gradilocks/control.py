@@ -306,9 +306,8 @@ class GradientControl:
             model: names their parameters; None for the one that it has.
 
         Raises:
-            BadState: the clip policy has learned of parameters that are not among them, neither
-                they themselves nor, for each of those that are, one of its name. Then nothing has
-                changed.
+            BadState: the clip policy has learned of parameters that are not among them, and the
+                names of those that are do not tell which is which. Then nothing has changed.
         """
         checked = checked_optimizers(optimizers)
         if not checked:

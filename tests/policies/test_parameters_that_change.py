@@ -179,6 +179,15 @@ def test_what_is_saved_before_the_next_step_fits_what_is_there(clip, change, com
 
 
 @every_policy
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_control_is_bound_after_a_change_to_what_is_there_and_more(clip, change):
+    control = taught(clip)
+    expected = [*change(control.optimizers[0]), 7.0]
+    control.bind(sgd([*listed(control.optimizers[0]), nn.Parameter(torch.zeros(5))]))
+    assert step(control, *expected) == pytest.approx(expected)
+
+
+@every_policy
 def test_a_control_is_bound_to_more_parameters_in_any_order(clip):
     control = taught(clip)
     params = listed(control.optimizers[0])

@@ -132,7 +132,7 @@ def ddp(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def returned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    programs = [fsdp2, pipeline, ddp, a_short_streak, joined]
+    programs = [fsdp2, pipeline, ddp, a_short_streak, joined, resumed]
     return run_all(programs, tmp_path_factory.mktemp("giving_up"), ranks=2)
 
 
@@ -164,6 +164,62 @@ def test_culprits_are_named_with_their_rank_on_every_rank(returned: dict[str, li
             culprits = found[f"Inf in a gradient of stage {stage}"][4]
             assert [name.rpartition(" on ")[2] for name in culprits] == [f"rank {stage}"]
             assert culprits[0].startswith(f"stage{stage}.")
+
+
+def resumed(rank: int) -> dict[str, Any]:
+    """Two steps before they give up, all go on from what rank 0 has saved, whose loss was fine."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    found = {}
+    for layout in ("sharded", "copies"):
+        for fault in FAULTS:
+            model: Any = _model()
+            if layout == "sharded":
+                fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+            else:
+                model = nn.parallel.DistributedDataParallel(model)
+            made = [
+                gradilocks.GradientControl(
+                    torch.optim.SGD(model.parameters(), lr=0.1),
+                    model=model,
+                    scale=SCALE,
+                    give_up_after=LIMIT,
+                )
+                for _ in range(2)
+            ]
+            control = made[0]
+            for number in range(LIMIT):
+                if number == LIMIT - 2:
+                    saved = [control.state_dict()]
+                    dist.broadcast_object_list(saved)
+                    control = made[1]
+                    control.load_state_dict(saved[0])
+                outputs = model(torch.ones(3, 4))
+                if rank == FAULTY and "gradient" in fault:
+                    outputs.register_hook(lambda grad, fault=fault: grad * _value(fault))
+                factor = _value(fault) if rank == FAULTY and "loss" in fault else 1.0
+                control.backward(outputs.square().mean() * factor)
+                try:
+                    control.step()
+                except NeverFinite as error:
+                    found[f"{fault}, {layout}"] = error.curable, list(error.scales), str(error)
+                control.zero_grad()
+    return found
+
+
+def test_ranks_that_go_on_in_mid_streak_give_up_with_all_of_it(
+    returned: dict[str, list[Any]],
+) -> None:
+    first, second = returned["resumed"]
+    assert first == second
+    assert len(first) == 2 * len(FAULTS)
+    for case, (curable, scales, words) in first.items():
+        assert scales == [2.0**16 / 2**k for k in range(LIMIT)]
+        # Of ranks that hold copies, each knows its own loss alone, and rank 0 has saved.
+        assert curable is (False if "loss, sharded" in case else None), case
+        told = "at 2 of 2 steps of which that is known" in words
+        assert told is ("loss, copies" in case)
 
 
 def a_short_streak(rank: int) -> dict[str, Any]:

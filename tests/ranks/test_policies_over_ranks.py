@@ -591,12 +591,65 @@ def _counting(name: str, real: Any, counted: list[str]) -> Callable[..., Any]:
     return counting
 
 
+def _added_to(placed: Callable[[Tensor], Tensor], come_by: str) -> list[Any]:
+    """What AdaGC knows of two parameters, and of one that is added after they were loaded, or bound
+    anew: before its first step, and after."""
+
+    def made() -> tuple[Any, Any]:
+        model = nn.Module()
+        for name in "abc":
+            model.register_parameter(name, nn.Parameter(placed(torch.ones(4, 2))))
+        clip = AdaGC(warmup=1, warmup_norm=1e9)
+        optimizer = torch.optim.SGD([model.a, model.b], lr=0.0, foreach=False)
+        return model, gradilocks.GradientControl(optimizer, model=model, scale=None, clip=clip)
+
+    def step(model: Any, control: Any, factor: float) -> None:
+        for number, param in enumerate(model.parameters()):
+            param.grad = placed(torch.full((4, 2), factor * 10.0**number))
+        control.step()
+
+    def told(control: Any) -> dict[str, float]:
+        saved = control.state_dict()["gradilocks"]
+        names = [name for name, _ in saved["clip_parameters"]]
+        usual = [math.inf if each is None else each for each in saved["clip_state"]["usual"]]
+        return dict(zip(names, usual, strict=True))
+
+    model, control = made()
+    for _ in range(3):
+        step(model, control, 1.0)
+    if come_by == "loaded":
+        saved = control.state_dict()
+        model, control = made()
+        control.load_state_dict(saved)
+    if come_by == "bound":
+        control.bind(torch.optim.SGD([model.b, model.a], lr=0.0, foreach=False))
+    control.optimizers[0].add_param_group({"params": [model.c]})
+    between = told(control)
+    step(model, control, 2.0)
+    return [between, told(control)]
+
+
+COME_BY = ("as it is", "loaded", "bound")
+
+
+def added_later(rank: int) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        come_by: _added_to(lambda value: distribute_tensor(value, mesh, [Shard(0)]), come_by)
+        for come_by in COME_BY
+    }
+
+
 @pytest.fixture(scope="module", params=[2, 4])
 def returned(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Any]]:
     programs: list[Any] = [layouts, stages, summands_and_copies, how_often_ranks_meet]
     programs += [patterns_that_fit_nobody, headroom_of_fsdp2, only_one_rank_is_clipped]
+    programs += [added_later]
     if request.param == 4:
         programs += [two_models, wrapped]
     return run_all(programs, tmp_path_factory.mktemp("policies"), ranks=request.param)
@@ -618,6 +671,17 @@ def test_a_pattern_that_fits_no_ranks_parameters_is_refused_by_all(
 ) -> None:
     for told in returned["patterns_that_fit_nobody"]:
         assert told.startswith("exclude: 'haed.*' fits no parameter")
+
+
+def test_a_parameter_that_is_added_later_starts_afresh_and_the_others_go_on(
+    returned: dict[str, list[Any]],
+) -> None:
+    for come_by in COME_BY:
+        expected = _added_to(lambda value: value, come_by)
+        assert set(expected[0]) == set(expected[1]) == set("abc")
+        for found in returned["added_later"]:
+            for mine, one in zip(found[come_by], expected, strict=True):
+                assert mine == pytest.approx(one, rel=1e-6)
 
 
 def test_a_scaler_over_fsdp2_finds_one_headroom(returned: dict[str, list[Any]]) -> None:

@@ -218,8 +218,9 @@ class OptimizerEngines:
                     return place
         sizes = dict(zip(mine["names"], mine["sizes"], strict=True))
         for place, state in enumerate(self._loaded):
-            pairs = zip(state["names"], state["sizes"], strict=True)
-            if all(sizes.get(name) == size and not is_unnamed(name) for name, size in pairs):
+            known = dict(zip(state["names"], state["sizes"], strict=True))
+            told = all(sizes.get(name) == size for name, size in known.items())
+            if known and told and not any(map(is_unnamed, known)):
                 return place  # Of these parameters before others were added to them.
         if self.clip.learns:
             _logger.warning(

@@ -29,7 +29,7 @@ COUNTABLE = 3
 # them in a row, and no step after them, is no settling any more.
 STREAK = 20
 # There fp16 has room for gradients of 10^12: what is NaN or Inf then was not made so by the scale.
-SMALLEST = 2.0**-24
+TINY_SCALE = 2.0**-24
 # A spike filter that rejects one batch in twenty takes the tail of the data for spikes.
 MANY_REJECTED = 0.05
 # No dynamic scale lets a loss grow a hundredfold for one step: that is a batch.
@@ -210,7 +210,7 @@ def _what_to_do(
             f"{longest:,} of them came in a row until the scale was small enough. Start with a "
             "smaller one, or let HeadroomScale find it without losing steps."
         )
-    if longest >= STREAK and scale <= SMALLEST:
+    if longest >= STREAK and scale <= TINY_SCALE:
         return (
             f"{longest:,} of them came in a row, down to a scale of {power(scale)}: a smaller "
             "scale does not cure this."

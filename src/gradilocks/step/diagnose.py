@@ -122,8 +122,8 @@ def _of_gradients(symptoms: Sequence[Symptom], lowest: float, highest: float) ->
         return Diagnosis(
             True,
             f"The NaN and Inf become fewer as the scale falls ({many[0]:,} at {first.scale:g}, "
-            f"{many[1]:,} at {last.scale:g}), as those of an overflow do: a smaller scale can cure "
-            "this.",
+            f"{many[1]:,} at {last.scale:g}), as those of an overflow do: a smaller scale cures "
+            "this, unless some of them have another cause.",
             f"Start lower, for example {lower}, or give the scale more steps to fall with a larger "
             "give_up_after."
             if last.scale > lowest
@@ -165,7 +165,7 @@ def _of_gradients(symptoms: Sequence[Symptom], lowest: float, highest: float) ->
         f"{held}, and the scale of {last.scale:g} can still shrink to {lowest:g}: a smaller scale "
         f"may cure this. Whether it does {unknown}.{far}",
         f"Give the scale more steps to fall with a larger give_up_after, or start lower, for "
-        f"example {lower}. If they stay, no scale helps. {_LOOK}",
+        f"example {lower}. If they are still there at 2^-24, no scale helps. {_LOOK}",
     )
 
 

@@ -925,11 +925,21 @@ class Engine:
             names = [] if learns_each else self.names.of(every_parameter(self.names.optimizers))
             memory = self.clip_policy.start(torch.device("cpu"), len(names))
             return [(name, "") for name in names], memory
-        if self._of_all is not None:
-            placed, known = self._of_all
-            return placed, {**self.memory, **known}
         every = list(every_parameter(self.names.optimizers))
-        return [(name, "") for name in self.names.of(every)], self.memory_for(every)
+        names = self.names.of(every)
+        if self._of_all is None:
+            return [(name, "") for name in names], self.memory_for(every)
+        placed, known = self._of_all
+        # Where ranks hold the same parameters, one that was added since is on all of them.
+        told = {name for name, _ in placed}
+        added = [] if any(place for _, place in placed) else [n for n in names if n not in told]
+        if added:
+            fresh = self.clip_policy.start(torch.device("cpu"), len(added)) or {}
+            known = {
+                name: torch.cat([each, moved(fresh[name], each.device)])
+                for name, each in known.items()
+            }
+        return [*placed, *((name, "") for name in added)], {**self.memory, **known}
 
     def memory_for(self, params: Sequence[Tensor]) -> Mapping[str, Tensor] | None:
         """What the clip policy remembers, with a number for each of `params` where it has one."""
@@ -942,12 +952,15 @@ class Engine:
     def remembered(self, among: Iterable[Tensor]) -> Remembered | None:
         """What the clip policy remembers, if all that it is about are `among` these parameters.
 
-        None if one is not, or if it is about parameters of other ranks too.
+        None if one is not, or if it is about parameters of other ranks too. One that its optimizer
+        has no more is forgotten, as it would be at the next step.
         """
-        here = set(map(id, among))
-        if self._of_all is not None or not here.issuperset(map(id, self._memory_of)):
+        present = set(map(id, every_parameter(self.names.optimizers)))
+        whose = [param for param in self._memory_of if id(param) in present]
+        if self._of_all is not None or not set(map(id, among)).issuperset(map(id, whose)):
             return None
-        return Remembered(self.memory, self._memory_of)
+        memory = self.memory_for(whose)
+        return Remembered(None if memory is None else dict(memory), whose)
 
     def remember(self, kept: Remembered) -> None:
         """Goes on with what the clip policy remembers of other parameters than the present ones."""
@@ -995,7 +1008,7 @@ class Engine:
         if loaded.of_all is not None:
             placed, known = loaded.of_all
             self._recalled = frozenset(placed)
-            if len(placed) != len(every) or any(place for _, place in placed):  # Other ranks' too.
+            if not owned.alone:  # In an order that all ranks keep, and of other ranks' too.
                 self._of_all = placed, {name: moved(each, home) for name, each in known.items()}
         self.losses.forget()
         return loaded.steps
