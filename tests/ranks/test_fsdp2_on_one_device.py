@@ -40,6 +40,16 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
+
+@pytest.mark.usefixtures("mesh")
+def test_all_ranks_are_known_also_where_torch_asks_for_their_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = {dist.group.WORLD: [0]}  # As in torch 2.6.
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: known[group])
+    assert ranks.ranks_in(None) == ranks.ranks_in(dist.group.WORLD) == (0,)
+
+
 def _model(device: str) -> nn.Module:
     torch.manual_seed(0)
     layers = nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4), nn.Tanh()

@@ -479,7 +479,8 @@ def ranks_in(group: Any) -> tuple[int, ...]:
             "process_group= names ranks of which this one is none. Give it on the ranks of the "
             "group only, and to each rank the group that it is in."
         )
-    return tuple(sorted(dist.get_process_group_ranks(group)))
+    # torch 2.6 does not take None for all ranks here.
+    return tuple(sorted(dist.get_process_group_ranks(group or dist.group.WORLD)))
 
 
 def _rank_group(ranks: tuple[int, ...], meshes: Sequence[tuple[Any, Tensor]]) -> RankGroup:
