@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 import torch
 from torch import nn
 
+from gradilocks import kernels
 from gradilocks.kernels import native
 from gradilocks.observe.parameter_marks import marks_of
 from gradilocks.record import sample
@@ -130,17 +132,34 @@ def test_weights_of_all_kinds_together_are_those_of_each_to_the_bit(walked_in):
     params += [make() for make in LARGE.values()]
     random.Random(0).shuffle(params)
     before, weights = [one_by_one(param) for param in params], Weights(params)
+    alone = [Weights([param]) for param in params]
     for param in params[::2]:
         param.mul_(1.01)
     weight, change = weights.norms(torch.device("cpu"))
     assert weight.dtype is change.dtype is torch.float32
     for place, param in enumerate(params):
+        own_weight, own_change = alone[place].norms(torch.device("cpu"))
+        assert (weight[place], change[place]) == (own_weight[0], own_change[0]), place
         elements = torch.view_as_real(param).numel() if param.is_complex() else param.numel()
-        factor = torch.tensor(max(1.0, elements / LARGEST_WHOLE)).sqrt()
-        (norm,) = torch._foreach_norm([before[place]])
-        (moved,) = torch._foreach_norm([one_by_one(param) - before[place]])
-        assert weight[place] == norm.float() * factor, place
-        assert change[place] == moved.float() * factor, place
+        factor = math.sqrt(max(1.0, elements / LARGEST_WHOLE))
+        moved = one_by_one(param) - before[place]
+        exact = [factor * each.double().norm().item() for each in (before[place], moved)]
+        assert [weight[place].item(), change[place].item()] == pytest.approx(exact, rel=1e-6), place
+
+
+def test_weights_are_measured_alike_where_no_kernel_reaches_them(monkeypatch):
+    torch.manual_seed(0)
+    params = [torch.randn(size) for size in ((), (3, 5), (0,), (129,), (300, 300))]
+    measured = []
+    for by_address in (kernels.BACKENDS["cpu"].BY_ADDRESS, False):
+        monkeypatch.setattr(kernels.BACKENDS["cpu"], "BY_ADDRESS", by_address)
+        copies = [param.clone() for param in params]
+        weights = Weights(copies)
+        for param in copies:
+            param.add_(0.01)
+        measured.append(weights.norms(torch.device("cpu")))
+    for mine, other in zip(*measured, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
 def test_the_copy_of_an_only_parameter_is_its_own(walked_in):

@@ -52,10 +52,12 @@ class Losses(StepListener):
         self._optimizers: dict[int, Callable[[], Any]] = {}  # Also before their first step.
         # Of the parameters when the first of these losses came: their gradients, by which is seen
         # whether the losses have changed them; and bits, in the order of `_ids`, for those that
-        # have had no gradient since, and for those to whom the losses gave one.
+        # had none.
         self._gradients: dict[int, _GradientState] = {}
         self._ids = b""
-        self._without_gradient = self._given_gradient = 0
+        self._without_gradient = 0
+        self._gave_gradients = False  # Whether the losses have given one of those a gradient.
+        self._witness: Tensor | None = None  # One of those, while backward runs.
 
     def optimizer_made(self, optimizer: Any) -> None:
         """An optimizer was made, or is met at its step: losses may be for it."""
@@ -77,27 +79,36 @@ class Losses(StepListener):
         nothing is left of those losses: the script has dropped them without `zero_grad`."""
         params = self.parameters()
         now = marks_of(params)
-        if self.are_waiting:
+        if self.are_waiting and self._gave_gradients:
             then = now.along(self._ids)
-            given = self._given_gradient & then.there
-            if given and not given & ~then.lacking:
+            mine = self._without_gradient & then.there
+            if mine and not mine & ~then.lacking:
                 self._leave_out()
         if not self.are_waiting:
             several = len(self._optimizers) > 1
             self._gradients = {id(p): _GradientState.of(p) for p in params} if several else {}
-            self._ids, self._without_gradient, self._given_gradient = now.ids, now.lacking, 0
+            self._ids, self._without_gradient, self._gave_gradients = now.ids, now.lacking, False
+        if not self._gave_gradients and now.lacking:
+            self._witness = params[now.first_lacking()]
         if isinstance(tensors, Tensor):
             tensors = (tensors,)
-        given_gradients = gradients if isinstance(gradients, (list, tuple)) else (gradients,)
-        if isinstance(tensors, (list, tuple)) and all(each is None for each in given_gradients):
+        if gradients is not None:
+            given = gradients if isinstance(gradients, (list, tuple)) else (gradients,)
+            if any(each is not None for each in given):
+                return
+        if isinstance(tensors, (list, tuple)):
             self._add_all(tensors)
 
     def backward_ended(self) -> None:
-        if self.are_waiting:
-            now = marks_of(self.parameters()).along(self._ids)
-            given = now.there & ~now.lacking
-            self._given_gradient |= given & self._without_gradient
-            self._without_gradient &= ~given
+        """Finds out whether it has given a gradient to a parameter that had none: as a rule to the
+        first of them, else all are looked at."""
+        witness, self._witness = self._witness, None
+        if witness is not None and self.are_waiting:
+            if witness.grad is None:
+                now = marks_of(self.parameters()).along(self._ids)
+                self._gave_gradients = self._without_gradient & now.there & ~now.lacking != 0
+            else:
+                self._gave_gradients = True
 
     def gradients_clear(self, owner: Any) -> None:
         """With the gradients go the losses that they came from, unless gradients of another
@@ -167,8 +178,12 @@ class Losses(StepListener):
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.numel() == 1 and not tensor.is_meta:
                 self.formats = self.formats or formats_behind(tensor)
-                scaled, loss = self._unscaled.pop(id(tensor), (None, tensor))
-                if scaled is None or scaled() is not tensor:
+                loss = None
+                if self._unscaled:
+                    scaled, loss = self._unscaled.pop(id(tensor), (None, None))
+                    if scaled is None or scaled() is not tensor:
+                        loss = None
+                if loss is None:
                     loss = tensor.detach().clone()
                 if loss.dim():
                     loss = loss.reshape(())
@@ -181,11 +196,13 @@ class Losses(StepListener):
 
     def parameters(self) -> list[Tensor]:
         """Those of every optimizer that there is, each of them once."""
-        found = [(key, ref()) for key, ref in self._optimizers.items()]
-        for key, each in found:
-            if each is None:
+        there = []
+        for key, find in list(self._optimizers.items()):
+            optimizer = find()
+            if optimizer is None:
                 self._optimizers.pop(key, None)
-        there = [o for _, o in found if isinstance(getattr(o, "param_groups", None), list)]
+            elif isinstance(getattr(optimizer, "param_groups", None), list):
+                there.append(optimizer)
         params = parameter_list(there)
         if len(there) > 1:
             params = list({id(param): param for param in params}.values())

@@ -119,8 +119,6 @@ def told_step(original: Callable[..., Any]) -> Callable[..., Any]:
                     listener.update_begins(around)
             return original(optimizer, *args, **kwargs)
         told = EVENTS.begin_step(Step(optimizer, (optimizer,), frame=sys._getframe()))
-        for listener in EVENTS.listeners:
-            listener.update_begins(told)
         try:
             returned = original(optimizer, *args, **kwargs)
         except BaseException:

@@ -7,6 +7,7 @@ for which `torch.utils.swap_tensors` would refuse it.
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,6 +27,10 @@ class Marks(NamedTuple):
     """Set for those without a gradient."""
     there: int
     """Set for those that there are."""
+
+    def first_lacking(self) -> int:
+        """The place of the first without a gradient; there is one."""
+        return ((self.lacking & -self.lacking).bit_length() - 1) // 8
 
     def along(self, ids: bytes) -> Marks:
         """The same of the parameters with these ids; those that are gone have no gradient."""
@@ -48,7 +53,12 @@ def marks_of(params: Sequence[Tensor]) -> Marks:
     else:
         ids = array("q", map(id, params)).tobytes()
         lacking = bytes([param.grad is None for param in params])
-    return _marks(ids, lacking, b"\1" * len(lacking))
+    return Marks(ids, int.from_bytes(lacking, "little"), _all_there(len(lacking)))
+
+
+@functools.cache
+def _all_there(count: int) -> int:
+    return int.from_bytes(b"\1" * count, "little")
 
 
 def _marks(ids: bytes, lacking: bytes, there: bytes) -> Marks:

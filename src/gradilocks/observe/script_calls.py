@@ -207,11 +207,13 @@ class _TrainedModels:
 
     def know(self, step: Step) -> bool:
         """Whether a step is of the same parameters as before, and their models are still there."""
-        many = 0
+        many, first = 0, None
         for optimizer in step.optimizers:
             for group in optimizer.param_groups:
-                many += len(group["params"])
-        first = next(iter(step.parameters()), None)
+                params = group["params"]
+                many += len(params)
+                if first is None and params:
+                    first = params[0]
         if self._params != (many, id(first)):
             return False
         for find in self._models:

@@ -21,6 +21,7 @@ from torch import Tensor
 from gradilocks.lab.trace import KeptStep, Tracer, skipped_for_nonfinite, write_bad_step
 from gradilocks.names import prefixed
 from gradilocks.observe.gradient_reader import bad_elements
+from gradilocks.observe.process_end import SignalsHeld
 from gradilocks.observe.script_calls import ScriptCalls
 from gradilocks.record import Recorder
 from gradilocks.step.events import PerDriver, Step, StepListener
@@ -88,7 +89,9 @@ class ScriptTracer(StepListener):
 
     def step_begins(self, step: Step) -> None:
         self._latest = step
-        self._tracer.catch_up()
+        if self._tracer.is_behind:
+            with SignalsHeld():
+                self._tracer.catch_up()
         driver = self._drivers.of(step)
         if not step.has_closure:
             self._meet(step)
@@ -145,13 +148,14 @@ class ScriptTracer(StepListener):
 
     def _look(self, step: Step, driver: _Driver, *, bad_gradients: bool) -> None:
         driver.told = step
-        self._tracer.look(
-            driver.steps + 1,
-            self._tracer.kept.take(driver.number),
-            driver=driver.number,
-            loss_is_bad=_is_bad(step),
-            gone=bad_gradients and step.driver is step.optimizers[0] and not step.guarded,
-        )
+        with SignalsHeld():
+            self._tracer.look(
+                driver.steps + 1,
+                self._tracer.kept.take(driver.number),
+                driver=driver.number,
+                loss_is_bad=_is_bad(step),
+                gone=bad_gradients and step.driver is step.optimizers[0] and not step.guarded,
+            )
 
     def _write(
         self, path: Path, number: int, kept: KeptStep, found: str, doubt: str, *, innocent: bool
@@ -196,12 +200,13 @@ class ScriptTracer(StepListener):
             tracer.kept.take(driver.number)
         elif step.driver is not step.optimizers[0] and step.frame is None:
             # A scaler has held it back, and no optimizer was called: the host has waited for that.
-            tracer.look(
-                driver.steps,
-                tracer.kept.take(driver.number),
-                driver=driver.number,
-                loss_is_bad=_is_bad(step),
-            )
+            with SignalsHeld():
+                tracer.look(
+                    driver.steps,
+                    tracer.kept.take(driver.number),
+                    driver=driver.number,
+                    loss_is_bad=_is_bad(step),
+                )
         elif isinstance(step.skip, Tensor):
             if step.loss is not None:
                 tracer.note_loss(step.loss)

@@ -6,7 +6,6 @@ recording and not the script: whatever listens to it has a Guard around it.
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import os
@@ -14,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from operator import is_not
 from pathlib import Path
@@ -77,34 +76,34 @@ class Guard:
         self.closed = self.failed = False
 
     def __call__(self, act: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        """Calls `act` with these arguments."""
-        if not (self.closed or os.getpid() != self._pid or capturing()):
-            with SignalsHeld():
-                self._act(act, args, kwargs)
-        if self.failed and self._after_failure is not None:
-            self._after_failure()
+        """Calls `act` with these arguments; a signal that comes meanwhile waits for its end."""
+        with SignalsHeld():
+            self.in_memory(act)(*args, **kwargs)
 
-    def in_memory(self, act: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        """The same for what is on its way to no file: a signal may come in its midst, as it may in
-        what the script has called. To hold signals takes longer than to do such a thing."""
-        if not (self.closed or os.getpid() != self._pid or capturing()):
-            self._act(act, args, kwargs)
-        if self.failed and self._after_failure is not None:
-            self._after_failure()
+    def in_memory(self, *acts: Callable[..., object]) -> Callable[..., None]:
+        """What calls each of `acts` so, one after another, with the arguments that it is given.
 
-    def _act(self, act: Callable[..., object], args: Any, kwargs: Any) -> None:
-        with unseen_by_modes():
-            try:
-                act(*args, **kwargs)
-            except Exception as error:
-                self.closed = self.failed = True
-                self._on_failure(error)
+        A signal may come in its midst, as it may in what the script has called: to hold signals
+        takes longer than most of what is done. Who writes to a file holds them meanwhile. Once for
+        all of them: to begin and to end takes as long.
+        """
+
+        def act_all(*args: Any, **kwargs: Any) -> None:
+            if not (self.closed or os.getpid() != self._pid or capturing()):
+                with unseen_by_modes():
+                    try:
+                        for act in acts:
+                            act(*args, **kwargs)
+                    except Exception as error:
+                        self.closed = self.failed = True
+                        self._on_failure(error)
+            if self.failed and self._after_failure is not None:
+                self._after_failure()
+
+        return act_all
 
     def around(self, listeners: Sequence[StepListener]) -> StepListener:
-        """Hears what any of `listeners` wants to hear, and hands it on to them, one after another.
-
-        Once for all of them: to begin and to end takes longer than what most of them do.
-        """
+        """Hears what any of `listeners` wants to hear, and hands it on to them, in their order."""
         guarded = StepListener()
         for name, unheard in vars(StepListener).items():
             hear = [
@@ -113,19 +112,8 @@ class Guard:
                 if callable(unheard) and getattr(type(each), name) is not unheard
             ]
             if hear:
-                act = hear[0] if len(hear) == 1 else functools.partial(_each, hear)
-                guard = self.in_memory if name in _IN_MEMORY else self
-                setattr(guarded, name, functools.partial(guard, act))
+                setattr(guarded, name, self.in_memory(*hear))
         return guarded
-
-
-_IN_MEMORY = ("backward_begins", "backward_ended", "gradients_clear", "update_begins")
-"""What recorder and tracer only remember; each comes once a step or more often."""
-
-
-def _each(acts: Sequence[Callable[..., object]], *args: Any, **kwargs: Any) -> None:
-    for act in acts:
-        act(*args, **kwargs)
 
 
 _OF_RECORD = ("norm", "nan", "inf")
@@ -166,6 +154,25 @@ class _WaitingStep(NamedTuple):
     number: int
     """Counted from the first of this session, as on every rank."""
     since: float
+
+
+class _WithoutSignals:
+    """Around what writes to the file: a signal that comes meanwhile ends the script after it."""
+
+    __slots__ = ("_inner", "_signals")
+
+    def __init__(self, inner: AbstractContextManager[None]) -> None:
+        self._inner, self._signals = inner, SignalsHeld()
+
+    def __enter__(self) -> None:
+        self._signals.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._inner.__exit__(*error)
+        finally:
+            self._signals.__exit__()
 
 
 class ScriptRecorder(Recorder):
@@ -214,6 +221,9 @@ class ScriptRecorder(Recorder):
 
     def _git_state(self) -> Mapping[str, Any] | None:
         return self._git  # As it was before the script began.
+
+    def _working(self) -> AbstractContextManager[None]:
+        return _WithoutSignals(super()._working())
 
     def begin_post(self) -> None:
         """The ranks are about to tell of their first step: opens what they tell it by."""
@@ -424,6 +434,8 @@ class StepRecorder(StepListener):
         self._attempts[step] = attempt
         if not step.has_closure:
             self._read(step, attempt)
+        if step.driver is optimizer:  # Which is about to change its parameters.
+            self._read_weights(attempt)
 
     def _read(self, step: Step, attempt: _Attempt, loss: object = None) -> None:
         """Reads the gradients, and the loss that they came from."""
@@ -461,7 +473,7 @@ class StepRecorder(StepListener):
     def update_begins(self, step: Step) -> None:
         attempt = self._attempts.get(step)
         if attempt is not None:
-            if attempt.reading is not None:
+            if attempt.reading is not None and self._reader.has_clips:
                 # Of a clip between a scaler's look at the gradients and the optimizer's step.
                 attempt.clip = self._reader.effects(attempt.params) or attempt.clip
             self._read_weights(attempt)

@@ -122,8 +122,6 @@ class TorchHooks:
             frame=frame,
         )
         EVENTS.begin_step(step)
-        for listener in EVENTS.listeners:
-            listener.update_begins(step)
         if closure is None:
             return None
         told = _telling(closure, step)

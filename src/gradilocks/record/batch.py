@@ -592,12 +592,12 @@ class StepQueue:
         """Takes another step, or numbers of the user's own."""
         self._held.append(step)
 
-    def send_if_due(self) -> None:
-        """Sends what is held, if there is enough of it or it has waited for long."""
+    def is_due(self) -> bool:
+        """Whether there is enough of what is held, or it has waited for long; to be asked once a
+        step."""
         now = self._clock()
         gap, self._asked = now - self._asked, now  # As long as the next one may take.
-        if len(self._held) >= self._most or now + gap - self._last >= self._seconds:
-            self.send()
+        return len(self._held) >= self._most or now + gap - self._last >= self._seconds
 
     def send(self) -> None:
         """Sends what is held to the host, without a wait."""

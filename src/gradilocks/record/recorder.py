@@ -435,25 +435,26 @@ class Recorder:
         if not self.recording:
             return
         refuse_capture()
-        optimizer = self._optimizers[index]
-        with self._working():
-            try:
+        queue = self._queue
+        try:
+            with self._lock:  # Against the timer alone: nothing is on its way to the file yet.
+                optimizer = self._optimizers[index]
                 detail = self.wants_detail(index)
                 if sample.spread is not None:  # All ranks had to know beforehand.
                     detail = sample.spread.shared is not None
                 optimizer.steps, optimizer.stepped = optimizer.steps + 1, True
-                self._latest = optimizer.steps
+                self._latest = number = optimizer.steps
                 now = self.elapsed()
-                self._queue.hold(
-                    PendingStep(sample, index=index, step=optimizer.steps, time=now, detail=detail)
-                )
-                if not sample.more:
-                    self._queue.send_if_due()
-                if self._queue.has_sent or self._arrived or self._written:
-                    self._write_batches(wait=False)
+                queue.hold(PendingStep(sample, index=index, step=number, time=now, detail=detail))
                 self._timer.start()
-            except Exception as error:
-                self._stop(error)
+            is_due = not sample.more and queue.is_due()
+            if is_due or queue.has_sent or self._arrived or self._written:
+                with self._working():
+                    if is_due:
+                        queue.send()
+                    self._write_batches(wait=False)
+        except Exception as error:
+            self._stop(error)
 
     @eager
     def log(
@@ -489,7 +490,8 @@ class Recorder:
             try:
                 self._queue.hold(PendingNumbers(numbers, step=int(step), time=self.elapsed()))
                 self.logs += 1
-                self._queue.send_if_due()
+                if self._queue.is_due():
+                    self._queue.send()
                 self._write_batches(wait=False)
                 self._timer.start()
             except Exception as error:
@@ -580,7 +582,7 @@ class Recorder:
             "its copy records nothing."
         )
 
-    def _working(self) -> _Working:
+    def _working(self) -> contextlib.AbstractContextManager[None]:
         return _Working(self)
 
     def _stop(self, error: Exception) -> None:

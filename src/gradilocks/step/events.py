@@ -20,9 +20,9 @@ recorder, a tracer, an audit. Without a listener an emitter pays for a look at a
                                clip_begins, clip_ended
     torch's own, while `observe.torch_hooks` is installed
       Optimizer.__init__       optimizer_made
-      Optimizer.step           step_begins, update_begins, step_ended; with a closure closure_begins
-                               and closure_ended at each evaluation. Inside the step of a control or
-                               a scaler only update_begins, for the first optimizer that steps there
+      Optimizer.step           step_begins, step_ended; with a closure closure_begins and
+                               closure_ended at each evaluation. Inside the step of a control or a
+                               scaler only update_begins, for the first optimizer that steps there
       GradScaler.scale, step   as those of gradilocks.GradScaler
       GradScaler.unscale_      unscale_begins, unscale_ended; of gradilocks' scaler too
       clip functions           as those of gradilocks
@@ -225,10 +225,12 @@ class StepListener:
         """Gradients were clipped."""
 
     def step_begins(self, step: Step) -> None:
-        """A step begins: the gradients are as they were left, unless a closure makes them."""
+        """A step begins: the gradients are as they were left, unless a closure makes them. An
+        optimizer that is called by itself is about to change its parameters."""
 
     def update_begins(self, step: Step) -> None:
-        """The first optimizer of the step is about to change its parameters."""
+        """The first optimizer of the step of a control or a scaler is about to change its
+        parameters."""
 
     def closure_begins(self, step: Step) -> None:
         """The closure of the step is about to be evaluated."""

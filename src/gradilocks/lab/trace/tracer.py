@@ -242,6 +242,11 @@ class Tracer(StepListener):
         self._pending.append(_Pending(Flag(row), step, driver, in_gradients, calls, losses))
         self.catch_up(gradients_of=step)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are steps of which it is not known yet whether they were bad."""
+        return len(self._pending) > 0
+
     def catch_up(self, *, gradients_of: int | Tensor | None = None, wait: bool = False) -> None:
         """Looks at bad steps of which it has become known, before another changes the parameters.
 
