@@ -28,6 +28,7 @@ def test_a_checkpoint_of_before_loads_and_training_goes_on_as_it_did(name, kind)
     saved = json.loads(json.dumps(resumed.holder.state_dict()))
     if kind == "control":  # Of optimizers that were stepped alone, which was not possible then.
         assert saved["gradilocks"].pop("parts") is None
+        assert not saved["gradilocks"].pop("streak_steps")  # Which scales a streak had, likewise.
     assert saved == told["state_dict"]
     # The checkpoint is that of the holder alone; model and optimizer bring theirs.
     resumed.model.load_state_dict(first.model.state_dict())
