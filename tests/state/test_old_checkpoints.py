@@ -29,6 +29,9 @@ def test_a_checkpoint_of_before_loads_and_training_goes_on_as_it_did(name, kind)
     if kind == "control":  # Of optimizers that were stepped alone, which was not possible then.
         assert saved["gradilocks"].pop("parts") is None
         assert not saved["gradilocks"].pop("streak_steps")  # Which scales a streak had, likewise.
+        # These do not say whose numbers they have: those of the parameters, in their order.
+        named = [[name, ""] for name, _ in resumed.model.named_parameters()]
+        assert saved["gradilocks"].pop("clip_parameters", named) == named
     assert saved == told["state_dict"]
     # The checkpoint is that of the holder alone; model and optimizer bring theirs.
     resumed.model.load_state_dict(first.model.state_dict())
