@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from gradilocks.eager import users_line
-from gradilocks.errors import NoGradients
+from gradilocks.errors import BadState, NoGradients
 from gradilocks.names import Names
 from gradilocks.step.framework_wrappers import refuse_second_scaler
 from gradilocks.step.table import every_parameter, refuse_twice
@@ -70,11 +70,22 @@ def warn_of_strangers(model: Any, params: Iterable[Tensor], names: Names) -> Non
         )
 
 
-def refuse_misfits(policy: Any, names: Names) -> None:
-    """Raises if a group or a pattern of the policy fits no parameter of the optimizers."""
+def refuse_misfits(policy: Any, names: Names, *, loaded: bool = False) -> None:
+    """Raises if a group or a pattern of the policy fits no parameter of the optimizers.
+
+    Args:
+        policy: a clip policy.
+        names: of the optimizers' parameters.
+        loaded: whether the policy's settings are those of a checkpoint.
+    """
     every = names.of(every_parameter(names.optimizers))
     for message in policy.misfits(every, names.groups()).values():
-        raise ValueError(message)
+        if not loaded:
+            raise ValueError(message)
+        raise BadState(
+            f"the clip policy in the state_dict does not fit: {message} To keep the one that this "
+            "control was made with: load_state_dict(..., policies='control')."
+        )
 
 
 def check_give_up_after(value: object) -> None:

@@ -64,7 +64,7 @@ from gradilocks.record.journal import Journal, journal_of, recorder_for
 from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.sample import Weights
 from gradilocks.scale import DynamicScale, resolve_scale
-from gradilocks.state.checkpoint import check_scale, fitted
+from gradilocks.state.checkpoint import check_scale, fitted, parts_in, tell_replaced
 from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
 from gradilocks.step.engine import Engine, Evidence, Look, Verdict, look, multiply_
@@ -184,6 +184,7 @@ class GradientControl:
             process_group=process_group, mesh=mesh, distinct=distinct, copies=copies
         )
         self._optimizers: tuple[Any, ...] = ()
+        self._given_clip = policies[1]  # A checkpoint may bring other settings.
         self._names = Names(model, ())
         self._engine = Engine(*policies, names=self._names, give_up_after=give_up_after)
         # The parameters that `_ranks` is about, and whether each of them was trained.
@@ -256,7 +257,8 @@ class GradientControl:
         told = options.process_group is not None or options.mesh is not None
         engine.elsewhere = part or (told and has_other_ranks())
         if not engine.elsewhere:
-            refuse_misfits(engine.clip_policy, names)
+            loaded = self._waiting_state is not None and engine.clip_policy != self._given_clip
+            refuse_misfits(engine.clip_policy, names, loaded=loaded)
         self._optimizers = optimizers
         self._names.use(model, optimizers)
         self._find_data_parallel()
@@ -724,6 +726,7 @@ class GradientControl:
             return
         if self._optimizers and not self._engine.elsewhere:
             refuse_misfits(policy, self._names)
+        self._given_clip = policy
         for each in (self, *self._parts.values()):
             each._engine.set_clip(policy)
         scale = self._engine.scale_policy
@@ -870,9 +873,10 @@ class GradientControl:
 
         Args:
             state_dict: from `state_dict()`.
-            policies: "checkpoint" takes the policies' settings from there, as torch's scaler does;
-                "control" keeps those of this control, and takes from there what fits them: the
-                scale, the step count, and what a policy of the same class has learned.
+            policies: "checkpoint" takes the policies' settings from there, as torch's scaler does,
+                and tells the log of those that differ from this control's; "control" keeps those of
+                this control, and takes from there what fits them: the scale, the step count, and
+                what a policy of the same class has learned.
         """
         given: Any = state_dict
         if not isinstance(given, Mapping):
@@ -883,12 +887,16 @@ class GradientControl:
             steps = engine.count_of_steps()
             state_dict = fitted(state_dict, engine.scale_policy, engine.clip_policy, steps=steps)
         before = None if not self._optimizers else self.state_dict()
+        had = self._engine.scale_policy, self._engine.clip_policy
         try:
             self._load(state_dict)
         except BadState:
             if before is not None:
                 self._load(before)
             raise
+        if not has_other_ranks() or my_rank() == 0:
+            has = self._engine.scale_policy, self._engine.clip_policy
+            tell_replaced(had, has, "GradientControl", "control")
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         if not self._optimizers:  # The scale counts from here on, the rest when it is bound.
@@ -896,8 +904,7 @@ class GradientControl:
             self._waiting_state = state_dict
             return
         before = self._engine.next_step
-        ours = state_dict.get("gradilocks")
-        saved = dict((ours.get("parts") or ()) if isinstance(ours, Mapping) else ())
+        saved = parts_in(state_dict)
         if len(self._optimizers) == 1 and len(saved) == 1 and not self._grows:
             # Saved where others might have come: what is known of the one is known of the whole.
             _, state_dict = self._divided(saved, state_dict, (), self._optimizers)
@@ -1169,12 +1176,7 @@ class GradientControl:
 
     def _load_parts(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on with what is known of single optimizers, now or when they are stepped alone."""
-        ours = state_dict.get("gradilocks")
-        saved = ours.get("parts") if isinstance(ours, Mapping) else None
-        try:
-            self._part_states = {operator.index(number): state for number, state in saved or ()}
-        except (TypeError, ValueError) as error:
-            raise BadState(f"parts in the state_dict do not fit: {saved!r:.80}.") from error
+        self._part_states = parts_in(state_dict)
         for number, optimizer in enumerate(self._optimizers):
             part = self._parts.get(id(optimizer))
             if part is not None and number in self._part_states:

@@ -17,6 +17,17 @@ def test_there_is_a_checkpoint_of_every_policy():
     assert {path.stem for path in DATA.glob("*.json")} == set(POLICIES)
 
 
+def without_later_settings(saved):
+    """A checkpoint without the settings that came later, which are as if there were none."""
+    if isinstance(saved, list):
+        return list(map(without_later_settings, saved))
+    if not isinstance(saved, dict):
+        return saved
+    assert not saved.get("consecutive_hysteresis")
+    later = {"consecutive_hysteresis"}
+    return {key: without_later_settings(value) for key, value in saved.items() if key not in later}
+
+
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_checkpoint_of_before_loads_and_training_goes_on_as_it_did(name, kind):
     told = json.loads((DATA / f"{name}.json").read_text())[kind]
@@ -28,7 +39,7 @@ def test_a_checkpoint_of_before_loads_and_training_goes_on_as_it_did(name, kind)
     saved = json.loads(json.dumps(resumed.holder.state_dict()))
     if kind == "control":  # Of optimizers that were stepped alone, which was not possible then.
         assert saved["gradilocks"].pop("parts") is None
-    assert saved == told["state_dict"]
+    assert without_later_settings(saved) == told["state_dict"]
     # The checkpoint is that of the holder alone; model and optimizer bring theirs.
     resumed.model.load_state_dict(first.model.state_dict())
     resumed.optimizer.load_state_dict(first.optimizer.state_dict())

@@ -31,8 +31,12 @@ from gradilocks._torch import OptState, new_scaler_state
 from gradilocks.clip import NoClip, resolve_clip
 from gradilocks.dropin.optimizer_engines import OptimizerEngines
 from gradilocks.dropin.scaler_state import (
+    TORCHS,
+    TorchsRule,
     check_state,
     checked_policies,
+    fitted_clip,
+    fitted_state,
     has_torchs_numbers,
     policy_from,
     set_scale,
@@ -46,6 +50,7 @@ from gradilocks.ranks.layout import (
     covers_world,
     flattened_among,
     has_other_ranks,
+    my_rank,
     rank_groups_of,
     refuse_fsdp1_shards,
 )
@@ -61,7 +66,7 @@ from gradilocks.scale import (
     resolve_scale,
 )
 from gradilocks.state.checkpoint import SCALERS as KEY
-from gradilocks.state.checkpoint import check_scale, refill, save_scale
+from gradilocks.state.checkpoint import check_scale, refill, save_scale, tell_replaced
 from gradilocks.state.other_scalers import OtherScaler, recognize
 from gradilocks.step.call_order import UnscaledGuard, own_write_begins, own_write_ended
 from gradilocks.step.engine import (
@@ -472,17 +477,25 @@ class GradScaler(torch.amp.GradScaler):
             saved[KEY] = {"scale": scale, "clip": clip}
         return saved
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, policies: str = "checkpoint") -> None:
         """Goes on from a `state_dict` of this class, of torch's, or of another system's scaler.
 
-        The settings of `policy` and `clip` come from the state_dict too, as torch's do. One that
-        does not fit raises BadState and changes nothing.
+        One that does not fit raises BadState and changes nothing.
 
         Args:
             state_dict: also of the scalers of Megatron-LM, DeepSpeed, fairseq and apex.
+            policies: "checkpoint" takes the settings of `policy` and `clip` from there too, as
+                torch's scaler does with its own, and tells the log of those that differ from this
+                scaler's; "scaler" keeps those of this scaler, and takes from there what fits them:
+                the scale, and what a policy of the same class has learned.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}.")
+        if policies not in ("checkpoint", "scaler"):
+            raise ValueError(f"policies must be 'checkpoint' or 'scaler', got {policies!r}.")
+        if policies == "scaler" and state_dict:
+            state_dict = self._fitted(state_dict)
+        had = self._settings()
         ours = checked_policies(state_dict, scale=self._policy is not None, clip=self._clips)
         clip = None
         if self._clips:
@@ -511,6 +524,37 @@ class GradScaler(torch.amp.GradScaler):
                 refill(self._scale_state, fresh)
         if clip is not None:
             self._engines.go_on_with(*clip)
+        if not has_other_ranks() or my_rank() == 0:
+            tell_replaced(had, self._settings(), "GradScaler", "scaler")
+
+    def _settings(self) -> tuple[Any, Any]:
+        """The rule of the scale and the clip policy, to be compared."""
+        return self._policy or TorchsRule(*map(self._torchs_number, TORCHS)), self._engines.clip
+
+    def _torchs_number(self, name: str) -> Any:
+        return getattr(self, f"_{name}", None)  # A disabled scaler has none of them.
+
+    def _fitted(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A state_dict that was saved with other settings, made to fit those of this scaler."""
+        clip = self._engines.clip if self._clips else None
+        if not self._enabled:
+            ours = state_dict.get(KEY)
+            saved = ours.get("clip") if isinstance(ours, Mapping) else None
+            return {} if clip is None else {KEY: {"scale": None, "clip": fitted_clip(saved, clip)}}
+        foreign = None if KEY in state_dict else recognize(state_dict, self._growth_rule())
+        if foreign is not None:
+            state_dict = self._as_torchs(foreign)
+        lowest, highest = self._min_scale, self._max_scale
+        if self._policy is not None:
+            lowest, highest = self._policy.bounds()
+        return fitted_state(
+            state_dict,
+            self._policy,
+            clip,
+            numbers={name: self._torchs_number(name) for name in TORCHS},
+            bounds=(lowest, highest),
+            start=self._init_scale,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         if self._process_group is not None:
@@ -533,13 +577,13 @@ class GradScaler(torch.amp.GradScaler):
         made._outcome, made._events = None, StepEvents(EVENTS)
         made._now = _SinceUpdate(UnscaledGuard())
         made._scale_state = copy.deepcopy(made._scale_state)
-        made._engines = copy.deepcopy(self._engines).with_model(self._model)
+        made._engines = self._engines.copied(self._model, {})
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
         made = self.__copy__()
         made._model = _copied(self._model, memo)
-        made._engines = made._engines.with_model(made._model)
+        made._engines = self._engines.copied(made._model, memo)
         shared = {"_model", "_process_group", "_now", "_engines"}
         for name, value in made.__dict__.items():
             if name not in shared:

@@ -925,7 +925,7 @@ class Engine:
         owned = owned_parameters(every_parameter(self.names.optimizers), self.names, model_ranks)
         loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, owned=owned)
         if not self.elsewhere:
-            refuse_misfits(loaded.clip_policy, self.names)
+            refuse_misfits(loaded.clip_policy, self.names, loaded=True)
         if loaded.of_all is not None and self._every_parameter is not None:
             self._every_parameter.refuse_recalled(frozenset(loaded.of_all[0]))
         if loaded.clip_policy != self.clip_policy:  # It may need other numbers of the ranks.
