@@ -8,6 +8,7 @@ import functools
 import logging
 import operator
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,6 +66,7 @@ from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.sample import Weights
 from gradilocks.scale import DynamicScale, resolve_scale
 from gradilocks.state.checkpoint import check_scale, fitted, parts_in, tell_replaced
+from gradilocks.state.optimizer_match import places_of, signature_of
 from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
 from gradilocks.step.engine import Engine, Evidence, Look, Verdict, look, multiply_
@@ -213,6 +215,10 @@ class GradientControl:
         # parts are to go on from, by the optimizer's number.
         self._parts: dict[int, GradientControl] = {}
         self._part_states: dict[int, Mapping[str, Any]] = {}
+        # The same of a checkpoint, by the number there, of optimizers that have not been met; and
+        # the number there of those that have been handed over one by one, by their number here.
+        self._unclaimed: dict[int, Mapping[str, Any]] = {}
+        self._numbers: dict[int, int] = {}
         # Steps of parts that the scale has not heard of yet; a part has the list of its whole.
         self._judged: list[Evidence] = []
         self._is_part = False
@@ -292,14 +298,16 @@ class GradientControl:
             model: names their parameters; None for the one that it has.
 
         Raises:
-            BadState: the clip policy has learned of parameters that are not among them. Then
-                nothing has changed.
+            BadState: the clip policy has learned of parameters that are not among them, or of
+                several optimizers that cannot be told apart. Then nothing has changed.
         """
         checked = checked_optimizers(optimizers)
         if not checked:
             raise TypeError("bind() takes the optimizers that the control is to step, got none.")
         known = self._names.model if model is None else model
         before, names = self._optimizers, self._names.model
+        waited, unclaimed = self._waiting_state, self._all_unclaimed()
+        claims = self._claims(checked, unclaimed, known, had=before)
         losses, parts = self._engine.losses, self._states_of_parts()
         state = self._engine.saved() if before else self._waiting_state
         # By their new places; of one that is made anew, by the place of the one before.
@@ -308,6 +316,14 @@ class GradientControl:
             places.get(id(before[k]), k) if k < len(before) else k: saved
             for k, saved in parts.items()
         }
+        numbers = {
+            places[id(before[k])]: number
+            for k, number in self._numbers.items()
+            if id(before[k]) in places
+        }
+        claimed = {k: unclaimed[number] for k, number in claims.items()}
+        if len(checked) == 1 and not self._grows:  # Of the one, as of the whole.
+            parts, claimed = {**parts, **claimed}, {}
         if state is not None:
             parts, state = self._divided(parts, state, before, checked)
         steps: int | None = None
@@ -326,13 +342,11 @@ class GradientControl:
                 raise
         losses.adds_up = self._engine.losses.adds_up
         self._engine.losses = losses  # Gradients of theirs may be waiting.
-        waited = self._waiting_state
-        if waited is not None:
-            self._load_parts(waited)
-            self._waiting_state = None
-        else:  # Of one that is made anew in the place of another, what is known goes on.
-            fresh = {k for k, each in enumerate(checked) if id(each) not in self._parts}
-            self._part_states = {k: saved for k, saved in parts.items() if k in fresh}
+        self._waiting_state = None
+        # Of one that is made anew in the place of another, what is known goes on.
+        fresh = {k for k, each in enumerate(checked) if id(each) not in self._parts}
+        self._part_states = {k: s for k, s in {**parts, **claimed}.items() if k in fresh}
+        self._note_claims(claims, unclaimed, numbers)
         alive = {id(optimizer) for optimizer in checked}
         self._parts = {each: part for each, part in self._parts.items() if each in alive}
         if self._bad_step_path is not None and not before:
@@ -730,8 +744,8 @@ class GradientControl:
         for each in (self, *self._parts.values()):
             each._engine.set_clip(policy)
         scale = self._engine.scale_policy
-        states = self._part_states.items()
-        self._part_states = {k: fitted(state, scale, policy) for k, state in states}
+        for states in (self._part_states, self._unclaimed):
+            states.update({k: fitted(state, scale, policy) for k, state in states.items()})
         if self._waiting_state is not None:
             self._waiting_state = fitted(self._waiting_state, scale, policy)
 
@@ -841,7 +855,7 @@ class GradientControl:
         with self._ahead():
             saved = self._engine.saved()
             # One value to torch.distributed.checkpoint, which a fresh control must have as well.
-            saved["gradilocks"]["parts"] = tuple(self._states_of_parts().items()) or None
+            saved["gradilocks"]["parts"] = tuple(self._saved_parts().items()) or None
         return saved
 
     def as_scaler(self, *, policies: str = "checkpoint") -> ControlScaler:
@@ -989,10 +1003,12 @@ class GradientControl:
         if len(self._optimizers) == 1 and not self._grows:
             return self
         group = 0
-        for optimizer in self._optimizers:  # All at once: those that wait move with the scale.
+        # All at once: those that wait move with the scale.
+        for place, optimizer in enumerate(self._optimizers):
             if id(optimizer) not in self._parts:
                 self._parts[id(optimizer)] = self._part_of(optimizer)
-            self._parts[id(optimizer)]._names.first_group = group
+            missing = self._groups_unclaimed(before=self._numbers.get(place))
+            self._parts[id(optimizer)]._names.first_group = group + missing
             group += len(optimizer.param_groups)
         part = self._parts[id(mine)]
         part._engine.follow(self._engine.state)
@@ -1019,7 +1035,15 @@ class GradientControl:
         """
         if self._mine(optimizer) is not None:
             return
-        self._grows = True
+        grew, self._grows = self._grows, True
+        try:
+            self.bind(*self._with(optimizer))
+        except BaseException:
+            self._grows = grew
+            raise
+
+    def _with(self, optimizer: Any) -> list[Any]:
+        """Its optimizers and `optimizer`, in the order of the checkpoint, if there is one."""
         theirs = {id(param) for param in every_parameter([optimizer])}
         now: list[Any] = []
         for each in self._optimizers:
@@ -1028,7 +1052,13 @@ class GradientControl:
                 now.append(each)
             elif not any(one is optimizer for one in now):
                 now.append(optimizer)
-        self.bind(*now, *(() if any(one is optimizer for one in now) else (optimizer,)))
+        if any(one is optimizer for one in now):
+            return now
+        now.append(optimizer)
+        claims = self._claims([optimizer], self._all_unclaimed(), self._names.model)
+        numbers = {id(self._optimizers[place]): k for place, k in self._numbers.items()}
+        numbers |= {id(optimizer): k for k in claims.values()}
+        return sorted(now, key=lambda one: numbers.get(id(one), sys.maxsize))
 
     @property
     def _is_inside_step(self) -> bool:
@@ -1170,18 +1200,106 @@ class GradientControl:
 
     def _states_of_parts(self) -> dict[int, Mapping[str, Any]]:
         """Of optimizers that have been stepped alone, by their number: all that is to go on."""
-        numbers = {id(optimizer): k for k, optimizer in enumerate(self._optimizers)}
-        known = {numbers[each]: part._engine.saved() for each, part in self._parts.items()}
-        return {**self._part_states, **known}
+        states = dict(self._part_states)
+        for number, optimizer in enumerate(self._optimizers):
+            part = self._parts.get(id(optimizer))
+            if part is not None:
+                states[number] = part._engine.saved()
+                whose = signature_of(optimizer, part._names)
+                states[number]["gradilocks"]["optimizer"] = whose
+        return states
+
+    def _saved_parts(self) -> dict[int, Mapping[str, Any]]:
+        """What a checkpoint has of single optimizers, by number: of those not met yet, too."""
+        known, parts = self._states_of_parts(), dict(self._unclaimed)
+        for place, state in known.items():
+            number = self._numbers.get(place, place)
+            while number in parts:  # Given in another order, or new beside those of a checkpoint.
+                number += 1
+            parts[number] = state
+        return dict(sorted(parts.items()))
 
     def _load_parts(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on with what is known of single optimizers, now or when they are stepped alone."""
-        self._part_states = parts_in(state_dict)
+        unclaimed = parts_in(state_dict)
+        claims = self._claims(self._optimizers, unclaimed, self._names.model)
+        self._part_states = {place: unclaimed[number] for place, number in claims.items()}
+        self._note_claims(claims, unclaimed, {})
         for number, optimizer in enumerate(self._optimizers):
             part = self._parts.get(id(optimizer))
             if part is not None and number in self._part_states:
                 part._engine.follow(self._engine.state)
                 part._engine.load(self._part_states.pop(number), part._ranks)
+
+    def _all_unclaimed(self) -> Mapping[int, Mapping[str, Any]]:
+        """Of a checkpoint, what is known of single optimizers that have not been met."""
+        waited = self._waiting_state
+        return self._unclaimed if waited is None else parts_in(waited)
+
+    def _claims(
+        self,
+        optimizers: Sequence[Any],
+        unclaimed: Mapping[int, Mapping[str, Any]],
+        model: Any,
+        had: Sequence[Any] = (),
+    ) -> dict[int, int]:
+        """By the place of an optimizer, the number of the state in `unclaimed` that is of it.
+
+        By the names and shapes of its parameters. Several that are alike come in the order in which
+        they were given, unless they are handed over one by one: then nobody has said an order.
+
+        Args:
+            optimizers: all.
+            unclaimed: of a checkpoint, what is known of single optimizers, by the number there.
+            model: names their parameters.
+            had: those of `optimizers` that are known already.
+
+        Raises:
+            BadState: which is of an optimizer cannot be told.
+        """
+        waiting = dict(sorted(unclaimed.items()))
+        claims: dict[int, int] = {}
+        for place, optimizer in enumerate(optimizers):
+            if not waiting or any(each is optimizer for each in had):
+                continue
+            numbers = list(waiting)
+            signatures = [waiting[number]["gradilocks"].get("optimizer") for number in numbers]
+            if None in signatures:  # From before they were saved.
+                found = [place] if place in waiting else []
+            else:
+                mine = signature_of(optimizer, Names(model, (optimizer,)))
+                found = [numbers[at] for at in places_of(mine, signatures)]
+            if len(found) > 1 and self._grows and self._must_tell([waiting[k] for k in found]):
+                policy = self._engine.clip_policy.policy_name
+                raise BadState(_UNTOLD.format(policy=policy, count=len(found)))
+            if found:
+                claims[place] = found[0]
+                del waiting[found[0]]
+        return claims
+
+    def _must_tell(self, alike: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether it matters to the clip policy which of these states an optimizer gets."""
+        memories = [state["gradilocks"].get("clip_state") for state in alike]
+        keys = self._engine.clip_policy.misfits((), ())
+        return any(isinstance(key, int) for key in keys) or memories != memories[:1] * len(alike)
+
+    def _note_claims(
+        self,
+        claims: Mapping[int, int],
+        unclaimed: Mapping[int, Mapping[str, Any]],
+        numbers: Mapping[int, int],
+    ) -> None:
+        """Keeps what `_claims` has left, and, of who comes one by one, the numbers."""
+        taken = set(claims.values())
+        self._unclaimed = {k: state for k, state in unclaimed.items() if k not in taken}
+        self._numbers = {**numbers, **claims} if self._grows else {}
+
+    def _groups_unclaimed(self, *, before: int | None) -> int:
+        """How many groups those have that a checkpoint has before this number, or at all, and that
+        have not been met."""
+        missing = [s for k, s in self._unclaimed.items() if before is None or k < before]
+        known = [state["gradilocks"].get("optimizer") or {} for state in missing]
+        return sum(signature.get("groups", 0) for signature in known) if self._grows else 0
 
     def _step_told(self, driver: Any, closure: Callable[[], Tensor] | None) -> Outcome:
         """A step of which listeners are told: recorder, tracer, audit."""
@@ -1561,6 +1679,13 @@ class GradientControl:
                 self._engine.all_have_changed(ranks)
             raise
 
+
+_UNTOLD = (
+    "the state_dict has what clip={policy}(...) knows of {count} optimizers whose parameters have "
+    "the same names and shapes, and which of them comes first cannot be told. Name the parameters "
+    'in the run that saves and in the one that loads, GradientControl(model={{"one": model, '
+    '"other": other}}), or say the order before the first step: control.bind(optimizer, another).'
+)
 
 _UNBOUND = (
     "this control has no optimizer yet: GradientControl(optimizer, ...) or control.bind(optimizer)."

@@ -22,6 +22,7 @@ from gradilocks.clip import Chain, ClipPerGroup, ClipPolicy, resolve_clip
 from gradilocks.errors import BadState, MissingKey
 from gradilocks.names import OwnedParameters, Placed
 from gradilocks.scale import LARGEST, SMALLEST, DynamicScale, ScalePolicy, resolve_scale
+from gradilocks.state.optimizer_match import fits_signature
 from gradilocks.state.other_scalers import recognize
 from gradilocks.step.outcome import fetch
 from gradilocks.values import ScaleState, moved
@@ -250,6 +251,9 @@ def parts_in(saved: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     for state in parts.values():
         if not isinstance(state, Mapping) or not isinstance(state.get("gradilocks"), Mapping):
             raise BadState(f"parts in the state_dict do not fit: {pairs!r:.80}.")
+        whose = state["gradilocks"].get("optimizer")
+        if whose is not None and not (isinstance(whose, Mapping) and fits_signature(whose)):
+            raise BadState(f"an optimizer in the state_dict does not fit: {whose!r:.80}.")
         _check_count("steps", state["gradilocks"].get("steps"))
     return parts
 
