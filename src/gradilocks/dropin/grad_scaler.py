@@ -667,11 +667,20 @@ class GradScaler(torch.amp.GradScaler):
         if not allow_fp16 and torch.float16 in gradients.dtypes:
             for param, tensor in zip(gradients.params, gradients.tensors, strict=True):
                 if tensor.dtype is torch.float16:
+                    way_out = (
+                        "use an optimizer with fused=True and let scaler.step() unscale inside it."
+                        f"{why_not_inside(optimizer)}"
+                    )
+                    if takes_decision(optimizer):
+                        way_out = (
+                            "leave out scaler.unscale_(optimizer): scaler.step(optimizer) has this "
+                            f"{type(optimizer).__name__} unscale in float32, and with "
+                            "GradScaler(clip=...) clip, inside its own step."
+                        )
                     raise ValueError(
                         f"Attempting to unscale FP16 gradients. {engine.names(param)} is float16: "
                         "keep the parameters in float32 and run the forward pass under "
-                        "torch.autocast, or use an optimizer with fused=True and let scaler.step() "
-                        f"unscale inside it.{why_not_inside(optimizer)}"
+                        f"torch.autocast, or {way_out}"
                     )
         return gradients
 
@@ -767,12 +776,13 @@ class GradScaler(torch.amp.GradScaler):
         engine = self._engines.of(optimizer)
         ranks = self._ranks_of(optimizer, engine)  # Refuses before anything is unscaled.
         takes_all = takes_scaler(optimizer)
-        # Who has overridden how gradients are looked at is asked, as by torch's own step.
-        asked = takes_all or self._overrides("unscale_", "_unscale_grads_", "_check_inf_per_device")
-        if asked and state["stage"] is OptState.READY:
+        inside = takes_decision(optimizer) and not takes_all
+        # Who has overridden how gradients are looked at is asked, as by torch's own step, which of
+        # an optimizer that unscales by itself does not call `unscale_`.
+        looks = ("_unscale_grads_", "_check_inf_per_device", *(() if inside else ("unscale_",)))
+        if (takes_all or self._overrides(*looks)) and state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         unscaled = state["stage"] is OptState.UNSCALED
-        inside = takes_decision(optimizer) and not takes_all
         with torch.no_grad():
             gradients = self._gradients(optimizer, engine, allow_fp16=unscaled or inside)
         if not unscaled:

@@ -141,8 +141,9 @@ def _apply_factors(decision: Decision, tensors: Sequence[Tensor], *, begin: int)
     """Multiplies each gradient by its own factor, and its parts by theirs, if there are any."""
     if decision.units is not None:
         for tensor, unit in zip(tensors, decision.units[begin:], strict=False):
-            if unit is not None:
-                tensor.copy_(tensor.to(unit.dtype) * moved(unit, tensor.device))
+            if unit is not None:  # In the wider type of the two, and complex if the gradient is.
+                dtype = torch.promote_types(tensor.dtype, unit.dtype)
+                tensor.copy_(tensor.to(dtype) * moved(unit, tensor.device))
     if decision.factors is None:
         return
     factors = decision.factors[begin : begin + len(tensors)]
@@ -163,12 +164,19 @@ def refuse_unscaling_float16(
     """Refuses fp16 gradients that would have to be unscaled in fp16, before any step."""
     for param, tensor in zip(params, tensors, strict=True):
         if tensor.dtype is torch.float16:
+            way_out = (
+                "or use an optimizer with fused=True, which unscales in float32; or use "
+                f"scale=None.{why_not_inside(optimizer)}"
+            )
+            if takes_decision(optimizer):
+                way_out = (
+                    f"or leave out unscale_(), and a closure: the step of this "
+                    f"{type(optimizer).__name__} unscales and clips in float32 by itself."
+                )
             raise ValueError(
                 f"Attempting to unscale FP16 gradients. {name(param)} is float16, and dividing its "
                 "gradient by the scale in float16 would round small values to zero again. Keep the "
-                "parameters in float32 and run the forward pass under torch.autocast; or use an "
-                "optimizer with fused=True, which unscales in float32; or use scale=None."
-                f"{why_not_inside(optimizer)}"
+                f"parameters in float32 and run the forward pass under torch.autocast; {way_out}"
             )
 
 
