@@ -1395,6 +1395,7 @@ class GradientControl:
                 gradients.tensors[begin:end],
                 device=gradients.device,
                 begin=begin,
+                dtypes=gradients.dtypes,
                 inside=takes_decision(optimizer),
                 multiplied=self._order.note_unscaled,
             )

@@ -36,9 +36,9 @@ class AdaptiveClip(ClipPolicy):
                             gradient *= limit / max(norm of its gradient, 1e-6)
 
     A unit is a row of a matrix or an output channel of a convolution; a vector or a number is one
-    unit. Of complex numbers the magnitudes count. One more read of weights and gradients, and a pass over those gradients that have units.
-    Units that several ranks hold parts of are measured over all of them, in one more collective of
-    two numbers a unit.
+    unit. Of complex numbers the magnitudes count. One more read of weights and gradients, and a
+    pass over those gradients that have units. Units that several ranks hold parts of are measured
+    over all of them, in one more collective of two numbers a unit.
 
     Args:
         clipping: the share; the authors use 0.01 for batches of 4096 and more for smaller ones.

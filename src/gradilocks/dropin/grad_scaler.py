@@ -17,7 +17,7 @@ import itertools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -81,6 +81,7 @@ from gradilocks.step.engine import (
 )
 from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.framework_wrappers import KINDS, refuse_second_scaler
+from gradilocks.step.half_sgd import moving
 from gradilocks.step.measure import measure
 from gradilocks.step.outcome import Outcome, ScalerOutcome, fetch
 from gradilocks.step.own_step import own_step, why_not_inside
@@ -135,6 +136,8 @@ class _OptimizerStep(NamedTuple):
     """Alive until `update`, so that its id means no other."""
     params: Sequence[Tensor] = ()
     """Its parameters with gradients."""
+    dtypes: Collection[torch.dtype] | None = None
+    """Those of the gradients, if they have been looked at."""
     engine: Engine | None = None
     seen: Look | None = None
     """What `unscale_` found in the gradients."""
@@ -418,7 +421,8 @@ class GradScaler(torch.amp.GradScaler):
             flag = self._skip_flag(optimizer, flags, known_reader=known_reader)
             self._tell(optimizer, flag)
             asked = {**state, "found_inf_per_device": {flag.device: flag}}
-            returned = self._maybe_opt_step(optimizer, asked, *args, **kwargs)
+            with moving(optimizer, self._now.steps[id(optimizer)].dtypes):
+                returned = self._maybe_opt_step(optimizer, asked, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return returned
 
@@ -726,7 +730,12 @@ class GradScaler(torch.amp.GradScaler):
             if inv_scale is not None:
                 self._now.guard.mark(gradients.params)
             self._now.steps[id(optimizer)] = _OptimizerStep(
-                optimizer, gradients.params, engine=engine, seen=seen, measured=measured
+                optimizer,
+                gradients.params,
+                gradients.dtypes,
+                engine=engine,
+                seen=seen,
+                measured=measured,
             )
             gradients.release()
         return flags
@@ -821,6 +830,7 @@ class GradScaler(torch.amp.GradScaler):
             gradients.tensors,
             device=gradients.device,
             inside=inside,
+            dtypes=gradients.dtypes,
             multiplied=multiplied,
             step=step,
             consume=True,
@@ -918,8 +928,11 @@ class GradScaler(torch.amp.GradScaler):
             multiplier = torch.ones_like(scale) if unscaled else torch.reciprocal(scale)
             if must_skip_on_host(optimizer, found_inf, multiplier):
                 return None
-        with handing_over(
-            optimizer, grad_scale=None if unscaled else scale, found_inf=found_inf, consume=True
+        with (
+            handing_over(
+                optimizer, grad_scale=None if unscaled else scale, found_inf=found_inf, consume=True
+            ),
+            moving(optimizer, self._now.steps[id(optimizer)].dtypes),
         ):
             returned: float | None = optimizer.step(*args, **kwargs)
         if not unscaled:
@@ -947,7 +960,8 @@ class GradScaler(torch.amp.GradScaler):
         """Without scale and check, as torch has it; a clip policy is obeyed."""
         self._outcome = ScalerOutcome.of_nothing()
         if not self._clips:
-            return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
+            with moving(optimizer):
+                return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
         if args or "closure" in kwargs:
             raise RuntimeError(
                 "clip= cannot reach gradients that a closure makes inside optimizer.step(). "
@@ -978,18 +992,17 @@ class GradScaler(torch.amp.GradScaler):
         self._outcome = Outcome(record, engine.namer(gradients.params), step=engine.next_step)
         told = verdict._replace(record=record, outcome=self._outcome)
         self._now.steps[id(optimizer)] = _OptimizerStep(optimizer, verdict=told)
-        if decision.overflow is None:
-            returned = optimizer.step(**kwargs)
-        else:
-            if takes_decision(optimizer):
-                if not must_skip_on_host(optimizer, decision.skip, torch.ones_like(decision.skip)):
-                    with handing_over(
-                        optimizer, grad_scale=None, found_inf=decision.skip, consume=True
-                    ):
-                        returned = optimizer.step(**kwargs)
-            else:
+        with moving(optimizer, gradients.dtypes):
+            if decision.overflow is None:
+                returned = optimizer.step(**kwargs)
+            elif not takes_decision(optimizer):
                 asked = {"found_inf_per_device": {decision.skip.device: decision.skip}}
                 returned = self._maybe_opt_step(optimizer, asked, **kwargs)
+            elif not must_skip_on_host(optimizer, decision.skip, torch.ones_like(decision.skip)):
+                with handing_over(
+                    optimizer, grad_scale=None, found_inf=decision.skip, consume=True
+                ):
+                    returned = optimizer.step(**kwargs)
         engine.conclude(verdict, moves=False)
         return returned
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from gradilocks import kernels
 from gradilocks._torch import AMP_FLAG, note_stepped
 from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.step.framework_wrappers import KINDS, refuse_second_scaler, steppers
+from gradilocks.step.half_sgd import moving
 from gradilocks.step.own_step import has_own_amp_flag, is_ours, own_step, why_not_inside
 from gradilocks.values import Decision, moved
 
@@ -46,6 +47,7 @@ def update(
     inside: bool,
     device: torch.device | None = None,
     begin: int = 0,
+    dtypes: Collection[torch.dtype] | None = None,
     multiplied: Callable[[], None] = lambda: None,
     step: Callable[[], Any] | None = None,
     consume: bool = False,
@@ -59,6 +61,7 @@ def update(
         inside: whether it takes the decision inside its own pass (`takes_decision`).
         device: of all of `tensors`; None if they lie on several.
         begin: the place of the first of `tensors` among the gradients of all optimizers.
+        dtypes: those that there are among the gradients of all optimizers; None if not known.
         multiplied: called when the gradients themselves have been made true, before the step.
         step: calls the optimizer's step; by default without arguments.
         consume: as in `handing_over`.
@@ -81,8 +84,11 @@ def update(
         grad_scale = decision.divisor
         if grad_scale is None:
             grad_scale = _as_divisor(decision.multiplier)
-        with handing_over(
-            optimizer, grad_scale=grad_scale, found_inf=decision.skip, consume=consume
+        with (
+            handing_over(
+                optimizer, grad_scale=grad_scale, found_inf=decision.skip, consume=consume
+            ),
+            moving(optimizer, dtypes, device),
         ):
             return step()
     if decision.skip.item():
@@ -93,8 +99,12 @@ def update(
         _multiply(decision, tensors)
     multiplied()
     if not inside:
-        return step()
-    with handing_over(optimizer, grad_scale=None, found_inf=None, consume=consume):
+        with moving(optimizer, dtypes, device):
+            return step()
+    with (
+        handing_over(optimizer, grad_scale=None, found_inf=None, consume=consume),
+        moving(optimizer, dtypes, device),
+    ):
         return step()
 
 
