@@ -177,7 +177,7 @@ class DynamicScale(ScalePolicy):
         """
         check_positive("min_loss_scale", min_loss_scale)
         check_positive("init_scale", init_scale)
-        lowest = float(init_scale)
+        lowest = number("init_scale", init_scale)
         while lowest / 2.0 > min_loss_scale and lowest / 2.0 >= SMALLEST:
             lowest /= 2.0
         return cls(
