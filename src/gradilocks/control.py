@@ -29,6 +29,8 @@ from gradilocks.checks import (
     checked_optimizers,
     no_gradients,
     refuse_misfits,
+    refuse_patterns,
+    warn_of_misfits,
     warn_of_strangers,
 )
 from gradilocks.clip import resolve_clip
@@ -224,7 +226,7 @@ class GradientControl:
         self._is_part = False
         self._is_stepping = False
         # Whether an optimizer that it does not have may still be handed to its scaler.
-        self._grows = False
+        self._grows = self._has_warned_of_misfits = False
         # Whether a part has stepped since the last loss.
         self._stepped_apart = False
         # Whether `norm` has measured for the coming step, so that the ranks have begun it.
@@ -262,8 +264,11 @@ class GradientControl:
         # Stages of a pipeline hold different parameters: what fits none here may fit another's.
         told = options.process_group is not None or options.mesh is not None
         engine.elsewhere = part or (told and has_other_ranks())
-        if not engine.elsewhere:
-            loaded = self._waiting_state is not None and engine.clip_policy != self._given_clip
+        engine.others_come = self._grows
+        loaded = self._waiting_state is not None and engine.clip_policy != self._given_clip
+        if self._grows:
+            refuse_patterns(engine.clip_policy, model, loaded=loaded)
+        elif not engine.elsewhere:
             refuse_misfits(engine.clip_policy, names, loaded=loaded)
         self._optimizers = optimizers
         self._names.use(model, optimizers)
@@ -738,7 +743,9 @@ class GradientControl:
         policy = resolve_clip(clip)
         if policy == self._engine.clip_policy:
             return
-        if self._optimizers and not self._engine.elsewhere:
+        if self._grows:
+            refuse_patterns(policy, self._names.model)
+        elif self._optimizers and not self._engine.elsewhere:
             refuse_misfits(policy, self._names)
         self._given_clip = policy
         for each in (self, *self._parts.values()):
@@ -1078,6 +1085,9 @@ class GradientControl:
                     flag = each._seen.flag(self._engine.state.scale.device)
                     self._judged.append(Evidence(flag, None))
         self._move_on()
+        if self._grows and not self._has_warned_of_misfits:
+            self._has_warned_of_misfits = True
+            warn_of_misfits(self._engine.clip_policy, [self._names])
         if new_scale is not None and self._engine.scales:
             lowest, highest = self._engine.scale_policy.bounds()
             scale = self._engine.state.scale

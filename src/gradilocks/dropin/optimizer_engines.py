@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,8 +23,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gradilocks.clip import AdaptiveClip, ClipPolicy, NoClip
-from gradilocks.eager import users_line
+from gradilocks.checks import IN_A_PATTERN, refuse_patterns, warn_of_misfits
+from gradilocks.clip import ClipPolicy, NoClip
 from gradilocks.errors import BadState
 from gradilocks.names import Names, is_unnamed
 from gradilocks.scale import NoScale, ScalePolicy
@@ -39,8 +38,6 @@ __all__ = ["OptimizerEngines"]
 
 _logger = logging.getLogger("gradilocks")
 _TELLING = ("names", "sizes", "shapes")
-# A dot and a bracket may be in the name of a group, too.
-_IN_A_PATTERN = set("*?")
 
 
 def _nobody() -> None:
@@ -89,7 +86,7 @@ class OptimizerEngines:
         # The names and shapes of a model that stayed behind in another process.
         self._left_behind: list[tuple[str, tuple[int, ...]]] = []
         self._warned_of_misfits = False
-        _refuse_patterns(clip, model)
+        refuse_patterns(clip, model)
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"known": {}, "_place_of": {}, "_warned_of_misfits": False, "_model": None}
@@ -131,7 +128,7 @@ class OptimizerEngines:
                 f"{_described(theirs)} where this model has {_described(mine)}. Give it the model "
                 "that it was made for, or make a new GradScaler."
             )
-        _refuse_patterns(self.clip, model)
+        refuse_patterns(self.clip, model)
         self.with_model(model)
         for _, engine in list(self.known.values()):
             engine.names.use(model, engine.names.optimizers)
@@ -245,7 +242,7 @@ class OptimizerEngines:
             return
         groups = {group.get("name") for group in optimizer.param_groups}
         keys = [key for key in self.clip.misfits((), ()) if isinstance(key, str)]
-        why = next((repr(key) for key in keys if key not in groups or set(key) & _IN_A_PATTERN), "")
+        why = next((repr(key) for key in keys if key not in groups or set(key) & IN_A_PATTERN), "")
         waiting = [place for place in self._places if place.saved is not None]
         if waiting and all(place.owner() is not optimizer for place in waiting):
             sizes = [place.saved["sizes"] for place in waiting if place.saved is not None]
@@ -265,18 +262,8 @@ class OptimizerEngines:
         if not self.known or self._warned_of_misfits:
             return
         self._warned_of_misfits = True
-        names: list[str] = []
-        groups: list[tuple[int, str | None]] = []
-        for ref, engine in list(self.known.values()):
-            optimizer = ref()
-            if optimizer is not None:
-                names += engine.names.of(every_parameter([optimizer]))
-                groups += engine.names.groups()
-        for message in self.clip.misfits(names, groups).values():
-            warnings.warn(
-                f"{message} If it is meant for an optimizer that has not stepped yet, all is well.",
-                stacklevel=users_line(),
-            )
+        alive = [engine for ref, engine in list(self.known.values()) if ref() is not None]
+        warn_of_misfits(self.clip, [engine.names for engine in alive])
 
     def saved_clip(self) -> dict[str, Any]:
         """The clip policy and what it has learned, in plain numbers.
@@ -306,7 +293,7 @@ class OptimizerEngines:
             if _must_tell(policy, same):
                 raise _untold(policy, len(same), state["names"][0])
         try:
-            _refuse_patterns(policy, model)
+            refuse_patterns(policy, model)
         except ValueError as error:
             raise BadState(f"the clip policy in the state_dict does not fit: {error}") from error
         return policy, [dict(state) for state in states]
@@ -378,16 +365,6 @@ class _NamesByShape(Names):
 
 def _described(parameter: tuple[str, tuple[int, ...]] | None) -> str:
     return "no more" if parameter is None else f"{parameter[0]} of shape {parameter[1]}"
-
-
-def _refuse_patterns(policy: ClipPolicy, model: Any) -> None:
-    """Raises if what is surely a pattern of names fits nothing; a group may still come."""
-    if model is None:
-        return
-    every = Names(model, ()).every()
-    for key, message in policy.misfits(every, [(-1, None)] * len(every)).items():
-        if isinstance(key, str) and (isinstance(policy, AdaptiveClip) or set(key) & _IN_A_PATTERN):
-            raise ValueError(message)
 
 
 def _must_tell(clip: ClipPolicy, alike: Sequence[Mapping[str, Any]]) -> bool:
