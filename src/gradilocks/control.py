@@ -188,7 +188,8 @@ class GradientControl:
             process_group=process_group, mesh=mesh, distinct=distinct, copies=copies
         )
         self._optimizers: tuple[Any, ...] = ()
-        self._given_clip = policies[1]  # A checkpoint may bring other settings.
+        # As it was made: a checkpoint may bring other settings.
+        self._given_scale, self._given_clip = policies
         self._names = Names(model, ())
         self._engine = Engine(*policies, names=self._names, give_up_after=give_up_after)
         # The parameters that `_ranks` is about, and whether each of them was trained.
@@ -895,18 +896,17 @@ class GradientControl:
         Args:
             state_dict: from `state_dict()`.
             policies: "checkpoint" takes the policies' settings from there, as torch's scaler does,
-                and tells the log of those that differ from this control's; "control" keeps those of
-                this control, and takes from there what fits them: the scale, the step count, and
-                what a policy of the same class has learned.
+                and tells the log of those that differ from this control's; "control" keeps those
+                that this control was made with, and takes from there what fits them: the scale, the
+                step count, and what a policy of the same class has learned.
         """
         given: Any = state_dict
         if not isinstance(given, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(given).__name__}.")
         check_policies_from(policies)
         if policies == "control" and state_dict:
-            engine = self._engine
-            steps = engine.count_of_steps()
-            state_dict = fitted(state_dict, engine.scale_policy, engine.clip_policy, steps=steps)
+            steps = self._engine.count_of_steps()
+            state_dict = fitted(state_dict, self._given_scale, self._given_clip, steps=steps)
         before = None if not self._optimizers else self.state_dict()
         had = self._engine.scale_policy, self._engine.clip_policy
         try:
@@ -915,7 +915,7 @@ class GradientControl:
             if before is not None:
                 self._load(before)
             raise
-        if not has_other_ranks() or my_rank() == 0:
+        if policies == "checkpoint" and (not has_other_ranks() or my_rank() == 0):
             has = self._engine.scale_policy, self._engine.clip_policy
             tell_replaced(had, has, "GradientControl", "control")
 

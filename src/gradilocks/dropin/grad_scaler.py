@@ -266,6 +266,10 @@ class GradScaler(torch.amp.GradScaler):
                     )
             if self._enabled:
                 self._show_policys_numbers(self._policy)
+        # As it was made: a checkpoint may bring other settings.
+        self._given_policies = self._policy, clip_policy
+        names = ("init_scale", *TORCHS) if self._enabled else ()
+        self._given_numbers = {name: getattr(self, f"_{name}") for name in names}
         self._outcome: ScalerOutcome | partial[ScalerOutcome] | None = None
         self._now = _SinceUpdate(UnscaledGuard())
         self._events = StepEvents(EVENTS)
@@ -456,16 +460,19 @@ class GradScaler(torch.amp.GradScaler):
         """As torch's; a scaler with a `policy` refuses it."""
         self._refuse_setting("growth_factor")
         super().set_growth_factor(new_factor)
+        self._given_numbers["growth_factor"] = new_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """As torch's; a scaler with a `policy` refuses it."""
         self._refuse_setting("backoff_factor")
         super().set_backoff_factor(new_factor)
+        self._given_numbers["backoff_factor"] = new_factor
 
     def set_growth_interval(self, new_interval: int) -> None:
         """As torch's; a scaler with a `policy` refuses it."""
         self._refuse_setting("growth_interval")
         super().set_growth_interval(new_interval)
+        self._given_numbers["growth_interval"] = new_interval
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; with `policy` or `clip`, what they keep is there besides."""
@@ -490,8 +497,8 @@ class GradScaler(torch.amp.GradScaler):
             state_dict: also of the scalers of Megatron-LM, DeepSpeed, fairseq and apex.
             policies: "checkpoint" takes the settings of `policy` and `clip` from there too, as
                 torch's scaler does with its own, and tells the log of those that differ from this
-                scaler's; "scaler" keeps those of this scaler, and takes from there what fits them:
-                the scale, and what a policy of the same class has learned.
+                scaler's; "scaler" keeps those that this scaler was made with, and takes from there
+                what fits them: the scale, and what a policy of the same class has learned.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}.")
@@ -528,7 +535,7 @@ class GradScaler(torch.amp.GradScaler):
                 refill(self._scale_state, fresh)
         if clip is not None:
             self._engines.go_on_with(*clip)
-        if not has_other_ranks() or my_rank() == 0:
+        if policies == "checkpoint" and (not has_other_ranks() or my_rank() == 0):
             tell_replaced(had, self._settings(), "GradScaler", "scaler")
 
     def _settings(self) -> tuple[Any, Any]:
@@ -540,7 +547,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _fitted(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """A state_dict that was saved with other settings, made to fit those of this scaler."""
-        clip = self._engines.clip if self._clips else None
+        policy, clip = self._given_policies[0], self._given_policies[1] if self._clips else None
         if not self._enabled:
             ours = state_dict.get(KEY)
             saved = ours.get("clip") if isinstance(ours, Mapping) else None
@@ -548,16 +555,14 @@ class GradScaler(torch.amp.GradScaler):
         foreign = None if KEY in state_dict else recognize(state_dict, self._growth_rule())
         if foreign is not None:
             state_dict = self._as_torchs(foreign)
-        lowest, highest = self._min_scale, self._max_scale
-        if self._policy is not None:
-            lowest, highest = self._policy.bounds()
+        numbers = dict(self._given_numbers)
         return fitted_state(
             state_dict,
-            self._policy,
+            policy,
             clip,
-            numbers={name: self._torchs_number(name) for name in TORCHS},
-            bounds=(lowest, highest),
-            start=self._init_scale,
+            start=numbers.pop("init_scale"),
+            numbers=numbers,
+            bounds=(self._min_scale, self._max_scale) if policy is None else policy.bounds(),
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -228,11 +228,11 @@ class OptimizerEngines:
                     "that was loaded does not know it.",
                     self.clip.policy_name,
                     len(mine["names"]),
-                    mine["names"][0],
+                    ", ".join(mine["names"][:1]),
                 )
             return None
         if _must_tell(self.clip, [saved[place] for place in places]):
-            raise _untold(self.clip, len(places), mine["names"][0])
+            raise _untold(self.clip, len(places), mine["names"])
         return waiting[places[0]]
 
     def _refuse_untold(self, optimizer: Any, names: Names) -> None:
@@ -291,11 +291,14 @@ class OptimizerEngines:
             load_memory(policy, state["memory"], len(state["names"]))
             same = [each for each in states if all(each.get(k) == state.get(k) for k in _TELLING)]
             if _must_tell(policy, same):
-                raise _untold(policy, len(same), state["names"][0])
+                raise _untold(policy, len(same), state["names"])
         try:
             refuse_patterns(policy, model)
         except ValueError as error:
-            raise BadState(f"the clip policy in the state_dict does not fit: {error}") from error
+            raise BadState(
+                f"the clip policy in the state_dict does not fit: {error} To keep the one that "
+                "this scaler was made with: load_state_dict(..., policies='scaler')."
+            ) from error
         return policy, [dict(state) for state in states]
 
     def go_on_with(self, clip: ClipPolicy, memories: list[dict[str, Any]]) -> None:
@@ -375,13 +378,14 @@ def _must_tell(clip: ClipPolicy, alike: Sequence[Mapping[str, Any]]) -> bool:
     return by_number or any(state["memory"] != alike[0]["memory"] for state in alike)
 
 
-def _untold(clip: ClipPolicy, count: int, name: str) -> BadState:
+def _untold(clip: ClipPolicy, count: int, names: Sequence[str]) -> BadState:
     """What to raise if it cannot be told which of several states is an optimizer's."""
+    named = ", ".join(names[:2])
     return BadState(
         f"the state_dict has what clip={clip.policy_name}(...) knows of {count} optimizers whose "
-        f"parameters have the same names and shapes ({name}, ...). Which optimizer is which cannot "
-        "be told, and the order of their steps is no proof. Name the parameters in the run that "
-        'saves and in the one that loads: GradScaler(..., model={"one": model, "other": other}). '
-        "To go on from this state_dict without what was learned: "
+        f"parameters have the same names and shapes ({named}, ...). Which optimizer is which "
+        "cannot be told, and the order of their steps is no proof. Name the parameters in the run "
+        'that saves and in the one that loads: GradScaler(..., model={"one": model, "other": '
+        "other}). To go on from this state_dict without what was learned: "
         f"state_dict[{SCALERS!r}]['clip']['states'] = ()."
     )
