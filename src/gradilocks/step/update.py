@@ -151,9 +151,8 @@ def _apply_factors(decision: Decision, tensors: Sequence[Tensor], *, begin: int)
     """Multiplies each gradient by its own factor, and its parts by theirs, if there are any."""
     if decision.units is not None:
         for tensor, unit in zip(tensors, decision.units[begin:], strict=False):
-            if unit is not None:  # In the wider type of the two, and complex if the gradient is.
-                dtype = torch.promote_types(tensor.dtype, unit.dtype)
-                tensor.copy_(tensor.to(dtype) * moved(unit, tensor.device))
+            if unit is not None:
+                _multiply_units(tensor, moved(unit, tensor.device))
     if decision.factors is None:
         return
     factors = decision.factors[begin : begin + len(tensors)]
@@ -163,6 +162,15 @@ def _apply_factors(decision: Decision, tensors: Sequence[Tensor], *, begin: int)
         if len(places) != len(tensors):
             mine = factors[numbers_on(factors.device, tuple(places), torch.int64)]
         kernels.BACKENDS[device.type].multiply_each_(on_device, moved(mine, device))
+
+
+def _multiply_units(tensor: Tensor, unit: Tensor) -> None:
+    if not tensor.is_complex():
+        tensor.copy_(tensor.to(unit.dtype) * unit)
+        return
+    # Part by part: a product of complex numbers would bring a NaN of one part into the other.
+    parts = torch.view_as_real(tensor.resolve_conj()).to(unit.dtype) * unit.unsqueeze(-1)
+    tensor.copy_(torch.view_as_complex(parts))
 
 
 def refuse_unscaling_float16(
