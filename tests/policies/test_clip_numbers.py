@@ -286,6 +286,14 @@ def test_skip_spikes():
     assert not outcome.rejected
 
 
+def test_skip_spikes_takes_what_rounding_makes_of_a_norm_that_never_varies():
+    for norm, skipped in ((1.0 + 9e-7, False), (1.0 + 2e-6, True)):
+        run = Run(SkipSpikes(at_least=4, window=8), scale=None)
+        for _ in range(4):
+            run.step(1.0)
+        assert run.step(norm)[1].skipped == skipped
+
+
 def test_rejected_steps_are_not_counted_as_nonfinite():
     run = Run(SkipSpikes(at_least=2, window=4), give_up_after=3)
     for norm in (1.0, 1.0, *[50.0] * 10):

@@ -151,8 +151,8 @@ def checked_policies(
             kind = what.get("name") if isinstance(what, Mapping) else "?"
             raise BadState(
                 f"the state_dict was saved with {word}={kind}(...), this scaler has "
-                f"none. Make it with {word}={kind}(...), or take {KEY!r} out of the "
-                "state_dict to go on without what it has learned."
+                f"none. Make it with {word}={kind}(...), or go on without what it has learned: "
+                "load_state_dict(..., policies='scaler')."
             )
     return ours
 
