@@ -583,8 +583,8 @@ def rebuild(policy: Any, described: Any, kind: str, *, owner: str = "control") -
         maker = "chain" if name == "Chain" else name
         raise BadState(
             f"the state_dict was saved with the {kind} policy {name}, this {owner} has {present}. "
-            f"Make the {owner} with {argument}={maker}(...), or start without the state_dict, or go "
-            f"on with its scale alone: load_state_dict(..., policies={owner!r})."
+            f"Make the {owner} with {argument}={maker}(...), or start without the state_dict, or "
+            f"go on with its scale alone: load_state_dict(..., policies={owner!r})."
         )
     try:
         if isinstance(policy, Chain):
