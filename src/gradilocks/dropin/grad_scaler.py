@@ -81,7 +81,7 @@ from gradilocks.step.engine import (
 )
 from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.framework_wrappers import KINDS, refuse_second_scaler
-from gradilocks.step.half_sgd import moving
+from gradilocks.step.half_sgd import HALF, moving
 from gradilocks.step.measure import measure
 from gradilocks.step.outcome import Outcome, ScalerOutcome, fetch
 from gradilocks.step.own_step import own_step, why_not_inside
@@ -425,8 +425,10 @@ class GradScaler(torch.amp.GradScaler):
             flag = self._skip_flag(optimizer, flags, known_reader=known_reader)
             self._tell(optimizer, flag)
             asked = {**state, "found_inf_per_device": {flag.device: flag}}
-            with moving(optimizer, self._now.steps[id(optimizer)].dtypes):
-                returned = self._maybe_opt_step(optimizer, asked, *args, **kwargs)
+            dtypes, maybe = self._now.steps[id(optimizer)].dtypes, self._maybe_opt_step
+            if dtypes is None or not HALF.isdisjoint(dtypes):
+                maybe = moving(optimizer, maybe)
+            returned = maybe(optimizer, asked, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return returned
 
@@ -922,8 +924,8 @@ class GradScaler(torch.amp.GradScaler):
                 "unscale_() and still carry the scale: call backward() before unscale_()."
             )
         if flags:
-            step = own_step(optimizer)
-            known_reader = step is not None and step.is_proven
+            own = own_step(optimizer)
+            known_reader = own is not None and own.is_proven
             found_inf = self._skip_flag(optimizer, flags, known_reader=known_reader)
             found_inf = moved(found_inf, scale.device)
             self._tell(optimizer, found_inf)
@@ -933,13 +935,13 @@ class GradScaler(torch.amp.GradScaler):
             multiplier = torch.ones_like(scale) if unscaled else torch.reciprocal(scale)
             if must_skip_on_host(optimizer, found_inf, multiplier):
                 return None
-        with (
-            handing_over(
-                optimizer, grad_scale=None if unscaled else scale, found_inf=found_inf, consume=True
-            ),
-            moving(optimizer, self._now.steps[id(optimizer)].dtypes),
+        dtypes, step = self._now.steps[id(optimizer)].dtypes, optimizer.step
+        if dtypes is None or not HALF.isdisjoint(dtypes):
+            step = moving(optimizer, step)
+        with handing_over(
+            optimizer, grad_scale=None if unscaled else scale, found_inf=found_inf, consume=True
         ):
-            returned: float | None = optimizer.step(*args, **kwargs)
+            returned: float | None = step(*args, **kwargs)
         if not unscaled:
             self._now.guard.mark(self._now.steps[id(optimizer)].params)
         return returned
@@ -965,8 +967,7 @@ class GradScaler(torch.amp.GradScaler):
         """Without scale and check, as torch has it; a clip policy is obeyed."""
         self._outcome = ScalerOutcome.of_nothing()
         if not self._clips:
-            with moving(optimizer):
-                return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
+            return moving(optimizer, optimizer.step)(*args, **kwargs)  # type: ignore[no-any-return]
         if args or "closure" in kwargs:
             raise RuntimeError(
                 "clip= cannot reach gradients that a closure makes inside optimizer.step(). "
@@ -997,17 +998,17 @@ class GradScaler(torch.amp.GradScaler):
         self._outcome = Outcome(record, engine.namer(gradients.params), step=engine.next_step)
         told = verdict._replace(record=record, outcome=self._outcome)
         self._now.steps[id(optimizer)] = _OptimizerStep(optimizer, verdict=told)
-        with moving(optimizer, gradients.dtypes):
-            if decision.overflow is None:
-                returned = optimizer.step(**kwargs)
-            elif not takes_decision(optimizer):
-                asked = {"found_inf_per_device": {decision.skip.device: decision.skip}}
-                returned = self._maybe_opt_step(optimizer, asked, **kwargs)
-            elif not must_skip_on_host(optimizer, decision.skip, torch.ones_like(decision.skip)):
-                with handing_over(
-                    optimizer, grad_scale=None, found_inf=decision.skip, consume=True
-                ):
-                    returned = optimizer.step(**kwargs)
+        step, maybe = optimizer.step, self._maybe_opt_step
+        if not HALF.isdisjoint(gradients.dtypes):
+            step, maybe = moving(optimizer, step), moving(optimizer, maybe)
+        if decision.overflow is None:
+            returned = step(**kwargs)
+        elif not takes_decision(optimizer):
+            asked = {"found_inf_per_device": {decision.skip.device: decision.skip}}
+            returned = maybe(optimizer, asked, **kwargs)
+        elif not must_skip_on_host(optimizer, decision.skip, torch.ones_like(decision.skip)):
+            with handing_over(optimizer, grad_scale=None, found_inf=decision.skip, consume=True):
+                returned = step(**kwargs)
         engine.conclude(verdict, moves=False)
         return returned
 

@@ -58,8 +58,7 @@ def step_with_closure(
     try:
         if gradients_are_waiting:
             require_finite()
-        with moving(optimizer):
-            optimizer.step(evaluate)
+        moving(optimizer, optimizer.step)(evaluate)
     except _Skipped:
         before.restore()
     except BaseException:

@@ -1,10 +1,10 @@
 """torch's fused SGD on a CPU, on float16 and bfloat16 parameters: there it hardly moves them.
 
-An optimizer enters; what its step is to run inside of leaves. The kernel writes what it has worked
-out of the last few elements alone, those that fill no vector (pytorch issue 191763, seen with
-2.13); parameters, and momentum in float16, stay as they were, and nothing says so. So its one call,
-`torch._fused_sgd_`, is given float32 copies, and what comes of them is rounded back: that is what
-it would have stored. All else that the optimizer does, it does itself. Where torch moves them,
+The step of an optimizer enters, and one that moves all of them leaves. The kernel writes what it
+has worked out of the last few elements alone, those that fill no vector (pytorch issue 191763, seen
+with 2.13); parameters, and momentum in float16, stay as they were, and nothing says so. So its one
+call, `torch._fused_sgd_`, is given float32 copies, and what comes of them is rounded back: that is
+what it would have stored. All else that the optimizer does, it does itself. Where torch moves them,
 which is tried once, nothing is done.
 """
 
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,21 +30,25 @@ HALF = frozenset((torch.float16, torch.bfloat16))
 
 
 def moving(
-    optimizer: Any,
-    dtypes: Collection[torch.dtype] | None = None,
-    device: torch.device | None = None,
-) -> AbstractContextManager[Any]:
-    """What a call of `optimizer.step` is to be inside of, so that every parameter moves.
+    optimizer: Any, step: Callable[..., Any], device: torch.device | None = None
+) -> Callable[..., Any]:
+    """`step`, so that every parameter moves. To be asked where a gradient is of one of HALF.
 
     Args:
         optimizer: any, also a wrapper around others.
-        dtypes: those of the gradients; None if they are not known.
+        step: calls its step.
         device: that of the gradients; None if it is not known, or there are several.
     """
     elsewhere = device is not None and device.type != "cpu"
-    if elsewhere or (dtypes is not None and HALF.isdisjoint(dtypes)) or _is_another(optimizer):
-        return _NOTHING
-    return _InFloat32() if hardly_moves(every_parameter([optimizer])) else _NOTHING
+    if elsewhere or _is_another(optimizer) or not hardly_moves(every_parameter([optimizer])):
+        return step
+
+    @functools.wraps(step)
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        with _InFloat32():
+            return step(*args, **kwargs)
+
+    return stepped
 
 
 @functools.cache
@@ -69,9 +72,6 @@ def hardly_steps(optimizer: Any) -> bool:
         return False
     fused = any(group.get("fused") for group in optimizer.param_groups)
     return fused and hardly_moves(every_parameter([optimizer]))
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def _is_another(optimizer: Any) -> bool:

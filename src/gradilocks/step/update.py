@@ -21,7 +21,7 @@ from gradilocks import kernels
 from gradilocks._torch import AMP_FLAG, note_stepped
 from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.step.framework_wrappers import KINDS, refuse_second_scaler, steppers
-from gradilocks.step.half_sgd import moving
+from gradilocks.step.half_sgd import HALF, moving
 from gradilocks.step.own_step import has_own_amp_flag, is_ours, own_step, why_not_inside
 from gradilocks.values import Decision, moved
 
@@ -78,17 +78,16 @@ def update(
     if decision.bound is not None:
         _apply_bound(decision, tensors)
     step = optimizer.step if step is None else step
+    if dtypes is None or not HALF.isdisjoint(dtypes):
+        step = moving(optimizer, step, device)
     if inside and must_skip_on_host(optimizer, decision.skip, decision.multiplier):
         return None
     if inside and not _too_small(decision):
         grad_scale = decision.divisor
         if grad_scale is None:
             grad_scale = _as_divisor(decision.multiplier)
-        with (
-            handing_over(
-                optimizer, grad_scale=grad_scale, found_inf=decision.skip, consume=consume
-            ),
-            moving(optimizer, dtypes, device),
+        with handing_over(
+            optimizer, grad_scale=grad_scale, found_inf=decision.skip, consume=consume
         ):
             return step()
     if decision.skip.item():
@@ -99,12 +98,8 @@ def update(
         _multiply(decision, tensors)
     multiplied()
     if not inside:
-        with moving(optimizer, dtypes, device):
-            return step()
-    with (
-        handing_over(optimizer, grad_scale=None, found_inf=None, consume=consume),
-        moving(optimizer, dtypes, device),
-    ):
+        return step()
+    with handing_over(optimizer, grad_scale=None, found_inf=None, consume=consume):
         return step()
 
 
