@@ -1725,10 +1725,11 @@ class GradientControl:
 
 
 _UNTOLD = (
-    "the state_dict has what clip={policy}(...) knows of {count} optimizers whose parameters have "
-    "the same names and shapes, and which of them comes first cannot be told. Name the parameters "
-    'in the run that saves and in the one that loads, GradientControl(model={{"one": model, '
-    '"other": other}}), or say the order before the first step: control.bind(optimizer, another).'
+    "what clip={policy}(...) knows, from a state_dict, is of {count} optimizers whose parameters "
+    "have the same names and shapes, and which of them comes first cannot be told. Name the "
+    "parameters, in the run that saves and in the one that loads: "
+    'GradientControl(model={{"one": model, "other": other}}); or say the order before the first '
+    "step: control.bind(optimizer, another)."
 )
 
 _UNBOUND = (

@@ -298,6 +298,16 @@ def test_a_scaler_says_whose_settings_there_are(policies):
         made.load_state_dict(made.state_dict(), policies=policies)
 
 
+@each_object
+def test_what_is_no_scalers_state_is_refused_whatever_is_kept(kind):
+    made = MAKERS[kind](model(), clip=1.0)
+    before = made.state_dict()
+    for nonsense in ({"foo": 1}, {"loss_scaler": None}, {"scale": "x"}):
+        with pytest.raises(BadState, match="scale"):
+            made.load_state_dict(nonsense, policies=kind)
+    assert made.state_dict() == before
+
+
 # --- groups and patterns --------------------------------------------------------------------------
 
 

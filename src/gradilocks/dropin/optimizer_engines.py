@@ -400,10 +400,10 @@ def _untold(clip: ClipPolicy, count: int, names: Sequence[str]) -> BadState:
     """What to raise if it cannot be told which of several states is an optimizer's."""
     named = ", ".join(names[:2])
     return BadState(
-        f"the state_dict has what clip={clip.policy_name}(...) knows of {count} optimizers whose "
-        f"parameters have the same names and shapes ({named}, ...). Which optimizer is which "
-        "cannot be told, and the order of their steps is no proof. Name the parameters in the run "
-        'that saves and in the one that loads: GradScaler(..., model={"one": model, "other": '
-        "other}). To go on from this state_dict without what was learned: "
-        f"state_dict[{SCALERS!r}]['clip']['states'] = ()."
+        f"what clip={clip.policy_name}(...) knows, from a state_dict or from the scaler that this "
+        f"one is a copy of, is of {count} optimizers whose parameters have the same names and "
+        f"shapes ({named}, ...). Which optimizer is which cannot be told, and the order of their "
+        "steps is no proof. Name the parameters, in the run that saves and in the one that loads: "
+        'GradScaler(..., model={"one": model, "other": other}). To go on from a state_dict without '
+        f"what was learned: state_dict[{SCALERS!r}]['clip']['states'] = ()."
     )

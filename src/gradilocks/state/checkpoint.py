@@ -251,6 +251,8 @@ def fitted(
     ours = saved.get("gradilocks")
     if not isinstance(ours, Mapping):
         other = recognize(saved, scale_policy)
+        if other is None:
+            _require(saved, ("scale",), where="state_dict")
         saved = saved if other is None else other.as_torch_saves()
         nothing: dict[str, Any] = {"memory": None, "parameters": None, "streak": 0}
         made = save(scale_policy, clip_policy, fresh, steps=steps, **nothing)
