@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradilocks._torch import DTENSOR_PARTS, device_kinds, is_flattened, local_tensor
+from gradilocks.kernels import native
 from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.values import RankGroup
 
@@ -447,6 +448,10 @@ def meshes_of(tensors: Sequence[Tensor]) -> list[tuple[Any, Tensor]]:
     """The meshes of distributed tensors, each once, with the first tensor that lies on it."""
     if not any_distributed(tensors):
         return []
+    library = native.library()
+    listed = None if library is None else library.meshes(list(tensors), dtensor_parts())
+    if listed is not None:
+        return [(mesh, tensors[place]) for mesh, place in listed]
     found: dict[int, tuple[Any, Tensor]] = {}
     for tensor in tensors:
         if is_distributed(tensor):

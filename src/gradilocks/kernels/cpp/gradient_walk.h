@@ -898,6 +898,50 @@ inline PyObject* collect(PyObject*, PyObject* args) {
   return nullptr;
 }
 
+// meshes(tensors, distributed): a list of the meshes of the DTensors among them, each once, and of
+// the place of the first one on it; None if Python has to be asked. `distributed`: see Kinds.
+inline PyObject* meshes(PyObject*, PyObject* args) {
+  PyObject *tensors = nullptr, *distributed = nullptr;
+  if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &tensors, &distributed)) {
+    return nullptr;
+  }
+  py::object answer = py::none();
+  const bool done = guarded([&] {
+    Kinds kinds(distributed);
+    std::vector<std::pair<py::object, Py_ssize_t>> found;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+      const py::object item = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(tensors, i));
+      const Kind& kind = kinds.of(item.ptr());
+      if (!kind.plain) {
+        return;
+      }
+      if (!kind.is_distributed()) {
+        continue;
+      }
+      const py::object spec = py::reinterpret_borrow<py::object>(part_of(item.ptr(), kind.spec));
+      if (!spec) {
+        return;
+      }
+      py::object mesh = kinds.mesh(spec.ptr());
+      if (std::none_of(found.begin(), found.end(),
+                       [&](const auto& each) { return each.first.ptr() == mesh.ptr(); })) {
+        found.emplace_back(std::move(mesh), i);
+      }
+    }
+    answer = list_of(found.size(), [&](size_t k) {
+      return Py_BuildValue("On", found[k].first.ptr(), found[k].second);
+    });
+  });
+  if (done) {
+    return answer.release().ptr();
+  }
+  if (PyErr_ExceptionMatches(PyExc_TypeError)) {  // A torch that names their parts otherwise.
+    PyErr_Clear();
+    Py_RETURN_NONE;
+  }
+  return nullptr;
+}
+
 // localized(lists, distributed): the local tensors of DTensors, and how these lie. The first list
 // has DTensors, the others what belongs to each: DTensors that lie as it does, or numbers of their
 // own (0-d), which stay; empty ones stay empty. None if it is not so, or Python has to be asked.
@@ -1084,6 +1128,7 @@ PyMethodDef gradient_walk_functions[] = {
     {"walk_over", walk_over, METH_VARARGS,
      "A GradientWalk over gradients that were found, or None."},
     {"collect", collect, METH_VARARGS, "The gradients of a list of parameters, or None."},
+    {"meshes", meshes, METH_VARARGS, "The meshes of DTensors and the first place on each, or None."},
     {"localized", localized, METH_VARARGS, "The local tensors of lists of DTensors, or None."},
     {"count_write", count_write, METH_O, "Counts a write to every tensor."},
     {"versions", versions, METH_O, "How often each tensor was written to."},
