@@ -943,9 +943,10 @@ inline PyObject* meshes(PyObject*, PyObject* args) {
 }
 
 // localized(lists, distributed): the local tensors of DTensors, and how these lie. The first list
-// has DTensors, the others what belongs to each: DTensors that lie as it does, or numbers of their
-// own (0-d), which stay; empty ones stay empty. None if it is not so, or Python has to be asked.
-// Else the lists, and a list of mesh and placements, each once. `distributed`: see Kinds.
+// has parameters, the others what belongs to each: to a DTensor others that lie as it does, or
+// numbers of their own (0-d), which stay; to a plain tensor plain ones. Empty ones stay empty. None
+// if it is not so, or Python has to be asked. Else the lists, and a list of mesh and placements,
+// each once. `distributed`: see Kinds.
 inline PyObject* localized(PyObject*, PyObject* args) {
   PyObject *lists = nullptr, *distributed = nullptr;
   if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &lists, &distributed)) {
@@ -968,10 +969,16 @@ inline PyObject* localized(PyObject*, PyObject* args) {
         if (!THPVariable_Check(item.ptr())) {
           return;
         }
+        if (l == 0) {
+          specs.emplace_back();
+        } else if (static_cast<size_t>(i) >= specs.size()) {
+          return;
+        }
+        auto& [own, own_lie] = specs[static_cast<size_t>(i)];  // Null of a plain one.
         const Kind& kind = kinds.of(item.ptr());
         if (!kind.is_distributed()) {
-          if (l == 0 || !THPVariable_CheckExact(item.ptr()) ||
-              THPVariable_Unpack(item.ptr()).dim() != 0) {
+          if (!THPVariable_CheckExact(item.ptr()) ||
+              (own && THPVariable_Unpack(item.ptr()).dim() != 0)) {
             return;
           }
           found.back().push_back(std::move(item));
@@ -984,12 +991,10 @@ inline PyObject* localized(PyObject*, PyObject* args) {
           return;
         }
         if (l == 0) {
-          Lie lie = kinds.lie(spec.ptr());
-          layouts.number(lie);
-          specs.emplace_back(std::move(spec), std::move(lie));
-        } else if (static_cast<size_t>(i) >= specs.size() ||
-                   (spec.ptr() != specs[static_cast<size_t>(i)].first.ptr() &&
-                    !kinds.lie(spec.ptr()).is_like(specs[static_cast<size_t>(i)].second))) {
+          own_lie = kinds.lie(spec.ptr());
+          layouts.number(own_lie);
+          own = std::move(spec);
+        } else if (!own || (spec.ptr() != own.ptr() && !kinds.lie(spec.ptr()).is_like(own_lie))) {
           return;
         }
         found.back().push_back(std::move(local));
