@@ -251,6 +251,7 @@ READ_ELSEWHERE = {
         "bits.tolist()",
     },
     "step/call_order.py": {"bool(grad.count_nonzero())"},  # On the CPU alone.
+    "step/half_sgd.py": {"flag.item()", "bool((param != 0.5).any())"},  # On the CPU alone.
     "step/lr_schedule.py": {"self._copy.wait()"},  # A schedule's state is saved.
     "optim/adam.py": {"float(step)"},  # A checkpoint's count, on the CPU.
 }
@@ -350,11 +351,13 @@ NUMBERS = {
     },
     "state/checkpoint.py": {
         "bool(tensor.dim())",
+        "float(saved[1])",
+        "float(setting)",
         "float(value)",
         "int(number)",
     },
     "state/other_scalers.py": {
-        "float(factor)",
+        "float(value)",
         "int(number)",
     },
     "step/engine.py": {

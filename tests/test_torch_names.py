@@ -110,6 +110,11 @@ def has_foreach(torch_, lost):
         assert lost.has_foreach(device) == torch_.has_foreach(device), kind
 
 
+def fused_sgd(torch_, lost):
+    assert torch_.fused_sgd_ is torch._fused_sgd_
+    assert lost.fused_sgd_ is None  # Then no SGD calls it, and nothing is to be mended.
+
+
 def norm_classes(torch_, lost):
     kept = [nn.BatchNorm1d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.InstanceNorm2d(2)]
     for module in [*kept, nn.LazyBatchNorm2d(), nn.LayerNorm(2), nn.Linear(2, 2)]:
@@ -335,6 +340,7 @@ FOUND = {
     "torch._foreach_norm": norms,
     "torch._utils._flatten_dense_tensors": flattened,
     "torch._amp_foreach_non_finite_check_and_unscale_": unscale,
+    "torch._fused_sgd_": fused_sgd,
     "torch.utils._foreach_utils._device_has_foreach_support": has_foreach,
     "torch.nn.modules.batchnorm._NormBase": norm_classes,
     "torch._C._current_graph_task_id": graph_task,

@@ -60,6 +60,7 @@ __all__ = [
     "dispatch_modes",
     "drop_empty_hooks",
     "function_modes",
+    "fused_sgd_",
     "groups_joined",
     "has_foreach",
     "has_step_hooks",
@@ -257,6 +258,11 @@ unscale_and_check_: Any = _find(
     "torch._amp_foreach_non_finite_check_and_unscale_", _unscale_one_by_one_
 )
 """Multiplies by the third argument; sets the second to 1 if an element was NaN or Inf before."""
+
+
+fused_sgd_: Any = _find("torch._fused_sgd_", None)
+"""The kernel of torch's fused SGD. Without the name nobody calls it, and there is nothing to mend
+(`step/half_sgd.py`)."""
 
 
 def _has_foreach_by_kind(device: torch.device) -> bool:

@@ -9,13 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
+from gradilocks.clip import Chain
 from gradilocks.eager import users_line
-from gradilocks.errors import NoGradients
+from gradilocks.errors import BadState, NoGradients
 from gradilocks.names import Names
 from gradilocks.step.framework_wrappers import refuse_second_scaler
 from gradilocks.step.table import every_parameter, refuse_twice
 
 __all__ = [
+    "IN_A_PATTERN",
     "check_closure",
     "check_give_up_after",
     "check_loss",
@@ -25,8 +27,13 @@ __all__ = [
     "checked_optimizers",
     "no_gradients",
     "refuse_misfits",
+    "refuse_patterns",
+    "warn_of_misfits",
     "warn_of_strangers",
 ]
+
+IN_A_PATTERN = frozenset("*?")
+"""What makes a text surely a pattern: a dot and a bracket may be in the name of a group, too."""
 
 
 def checked_optimizers(optimizers: Sequence[Any]) -> tuple[Any, ...]:
@@ -70,11 +77,64 @@ def warn_of_strangers(model: Any, params: Iterable[Tensor], names: Names) -> Non
         )
 
 
-def refuse_misfits(policy: Any, names: Names) -> None:
-    """Raises if a group or a pattern of the policy fits no parameter of the optimizers."""
+def refuse_misfits(policy: Any, names: Names, *, loaded: bool = False) -> None:
+    """Raises if a group or a pattern of the policy fits no parameter of the optimizers.
+
+    Args:
+        policy: a clip policy.
+        names: of the optimizers' parameters.
+        loaded: whether the policy's settings are those of a checkpoint.
+    """
     every = names.of(every_parameter(names.optimizers))
     for message in policy.misfits(every, names.groups()).values():
-        raise ValueError(message)
+        raise _misfit(message, loaded=loaded)
+
+
+def _misfit(message: str, *, loaded: bool) -> ValueError:
+    if not loaded:
+        return ValueError(message)
+    return BadState(
+        f"the clip policy in the state_dict does not fit: {message} To keep the one that this "
+        "control was made with: load_state_dict(..., policies='control')."
+    )
+
+
+def refuse_patterns(policy: Any, model: Any, *, loaded: bool = False) -> None:
+    """Raises if what is surely a pattern of names fits nothing in the model; a group may still
+    come with an optimizer.
+
+    Args:
+        policy: a clip policy.
+        model: names the parameters; None if there is none.
+        loaded: as in `refuse_misfits`.
+    """
+    if model is None:
+        return
+    every = Names(model, ()).every()
+    for part in policy.policies if isinstance(policy, Chain) else (policy,):
+        for key, message in part.misfits(every, [(-1, None)] * len(every)).items():
+            # AdaptiveClip, which goes by units, knows no groups.
+            if isinstance(key, str) and (part.by_unit or set(key) & IN_A_PATTERN):
+                raise _misfit(message, loaded=loaded)
+
+
+def warn_of_misfits(policy: Any, each: Iterable[Names]) -> None:
+    """Warns of groups and patterns that fit no parameter of the optimizers that came so far.
+
+    Args:
+        policy: a clip policy.
+        each: names the parameters of one optimizer each, or of several.
+    """
+    names: list[str] = []
+    groups: list[tuple[int, str | None]] = []
+    for one in each:
+        names += one.of(every_parameter(one.optimizers))
+        groups += one.groups()
+    for message in policy.misfits(names, groups).values():
+        warnings.warn(
+            f"{message} If it is meant for an optimizer that has not stepped yet, all is well.",
+            stacklevel=users_line(),
+        )
 
 
 def check_give_up_after(value: object) -> None:

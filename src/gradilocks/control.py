@@ -8,6 +8,7 @@ import functools
 import logging
 import operator
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ from gradilocks.checks import (
     checked_optimizers,
     no_gradients,
     refuse_misfits,
+    refuse_patterns,
+    warn_of_misfits,
     warn_of_strangers,
 )
 from gradilocks.clip import resolve_clip
@@ -64,7 +67,8 @@ from gradilocks.record.journal import Journal, journal_of, recorder_for
 from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.sample import Weights
 from gradilocks.scale import DynamicScale, resolve_scale
-from gradilocks.state.checkpoint import check_scale, fitted
+from gradilocks.state.checkpoint import check_scale, fitted, parts_in, tell_replaced
+from gradilocks.state.optimizer_match import places_of, signature_of
 from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
 from gradilocks.step.engine import Engine, Evidence, Look, Verdict, look, multiply_
@@ -199,6 +203,8 @@ class GradientControl:
             process_group=process_group, mesh=mesh, distinct=distinct, copies=copies
         )
         self._optimizers: tuple[Any, ...] = ()
+        # As it was made: a checkpoint may bring other settings.
+        self._given_scale, self._given_clip = policies
         self._names = Names(model, ())
         self._engine = Engine(*policies, names=self._names, give_up_after=give_up_after)
         # The parameters that `_ranks` is about, and whether each of them was trained.
@@ -227,12 +233,16 @@ class GradientControl:
         # parts are to go on from, by the optimizer's number.
         self._parts: dict[int, GradientControl] = {}
         self._part_states: dict[int, Mapping[str, Any]] = {}
+        # The same of a checkpoint, by the number there, of optimizers that have not been met; and
+        # the number there of those that have been handed over one by one, by their number here.
+        self._unclaimed: dict[int, Mapping[str, Any]] = {}
+        self._numbers: dict[int, int] = {}
         # Steps of parts that the scale has not heard of yet; a part has the list of its whole.
         self._judged: list[Evidence] = []
         self._is_part = False
         self._is_stepping = False
         # Whether an optimizer that it does not have may still be handed to its scaler.
-        self._grows = False
+        self._grows = self._has_warned_of_misfits = False
         # Whether a part has stepped since the last loss.
         self._stepped_apart = False
         # Whether `norm` has measured for the coming step, so that the ranks have begun it.
@@ -270,8 +280,12 @@ class GradientControl:
         # Stages of a pipeline hold different parameters: what fits none here may fit another's.
         told = options.process_group is not None or options.mesh is not None
         engine.elsewhere = part or (told and has_other_ranks())
-        if not engine.elsewhere:
-            refuse_misfits(engine.clip_policy, names)
+        engine.others_come = self._grows
+        loaded = self._waiting_state is not None and engine.clip_policy != self._given_clip
+        if self._grows:
+            refuse_patterns(engine.clip_policy, model, loaded=loaded)
+        elif not engine.elsewhere:
+            refuse_misfits(engine.clip_policy, names, loaded=loaded)
         self._optimizers = optimizers
         self._names.use(model, optimizers)
         self._find_data_parallel()
@@ -307,13 +321,16 @@ class GradientControl:
 
         Raises:
             BadState: the clip policy has learned of parameters that are not among them, and the
-                names of those that are do not tell which is which. Then nothing has changed.
+                names of those that are do not tell which is which; or of several optimizers that
+                cannot be told apart. Then nothing has changed.
         """
         checked = checked_optimizers(optimizers)
         if not checked:
             raise TypeError("bind() takes the optimizers that the control is to step, got none.")
         known = self._names.model if model is None else model
         before, names = self._optimizers, self._names.model
+        waited, unclaimed = self._waiting_state, self._all_unclaimed()
+        claims = self._claims(checked, unclaimed, known, had=before)
         losses, parts = self._engine.losses, self._states_of_parts()
         state = whole = self._engine.saved() if before else self._waiting_state
         kept = self._engine.remembered(every_parameter(checked)) if before else None
@@ -323,6 +340,14 @@ class GradientControl:
             places.get(id(before[k]), k) if k < len(before) else k: saved
             for k, saved in parts.items()
         }
+        numbers = {
+            places[id(before[k])]: number
+            for k, number in self._numbers.items()
+            if id(before[k]) in places
+        }
+        claimed = {k: unclaimed[number] for k, number in claims.items()}
+        if len(checked) == 1 and not self._grows:  # Of the one, as of the whole.
+            parts, claimed = {**parts, **claimed}, {}
         if state is not None:
             alone = list(parts.values())
             parts, state = self._divided(parts, state, before, checked)
@@ -349,13 +374,11 @@ class GradientControl:
                 self._engine.remember(kept)
         losses.adds_up = self._engine.losses.adds_up
         self._engine.losses = losses  # Gradients of theirs may be waiting.
-        waited = self._waiting_state
-        if waited is not None:
-            self._load_parts(waited)
-            self._waiting_state = None
-        else:  # Of one that is made anew in the place of another, what is known goes on.
-            fresh = {k for k, each in enumerate(checked) if id(each) not in self._parts}
-            self._part_states = {k: saved for k, saved in parts.items() if k in fresh}
+        self._waiting_state = None
+        # Of one that is made anew in the place of another, what is known goes on.
+        fresh = {k for k, each in enumerate(checked) if id(each) not in self._parts}
+        self._part_states = {k: s for k, s in {**parts, **claimed}.items() if k in fresh}
+        self._note_claims(claims, unclaimed, numbers)
         alive = {id(optimizer) for optimizer in checked}
         self._parts = {each: part for each, part in self._parts.items() if each in alive}
         if self._bad_step_path is not None and not before:
@@ -747,13 +770,16 @@ class GradientControl:
         policy = resolve_clip(clip)
         if policy == self._engine.clip_policy:
             return
-        if self._optimizers and not self._engine.elsewhere:
+        if self._grows:
+            refuse_patterns(policy, self._names.model)
+        elif self._optimizers and not self._engine.elsewhere:
             refuse_misfits(policy, self._names)
+        self._given_clip = policy
         for each in (self, *self._parts.values()):
             each._engine.set_clip(policy)
         scale = self._engine.scale_policy
-        states = self._part_states.items()
-        self._part_states = {k: fitted(state, scale, policy) for k, state in states}
+        for states in (self._part_states, self._unclaimed):
+            states.update({k: fitted(state, scale, policy) for k, state in states.items()})
         if self._waiting_state is not None:
             self._waiting_state = fitted(self._waiting_state, scale, policy)
 
@@ -863,7 +889,7 @@ class GradientControl:
         with self._ahead():
             saved = self._engine.saved()
             # One value to torch.distributed.checkpoint, which a fresh control must have as well.
-            saved["gradilocks"]["parts"] = tuple(self._states_of_parts().items()) or None
+            saved["gradilocks"]["parts"] = tuple(self._saved_parts().items()) or None
         return saved
 
     def as_scaler(self, *, policies: str = "checkpoint") -> ControlScaler:
@@ -895,25 +921,29 @@ class GradientControl:
 
         Args:
             state_dict: from `state_dict()`.
-            policies: "checkpoint" takes the policies' settings from there, as torch's scaler does;
-                "control" keeps those of this control, and takes from there what fits them: the
-                scale, the step count, and what a policy of the same class has learned.
+            policies: "checkpoint" takes the policies' settings from there, as torch's scaler does,
+                and tells the log of those that differ from this control's; "control" keeps those
+                that this control was made with, and takes from there what fits them: the scale, the
+                step count, and what a policy of the same class has learned.
         """
         given: Any = state_dict
         if not isinstance(given, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(given).__name__}.")
         check_policies_from(policies)
         if policies == "control" and state_dict:
-            engine = self._engine
-            steps = engine.count_of_steps()
-            state_dict = fitted(state_dict, engine.scale_policy, engine.clip_policy, steps=steps)
+            steps = self._engine.count_of_steps()
+            state_dict = fitted(state_dict, self._given_scale, self._given_clip, steps=steps)
         before = None if not self._optimizers else self.state_dict()
+        had = self._engine.scale_policy, self._engine.clip_policy
         try:
             self._load(state_dict)
         except BadState:
             if before is not None:
                 self._load(before)
             raise
+        if policies == "checkpoint" and (not has_other_ranks() or my_rank() == 0):
+            has = self._engine.scale_policy, self._engine.clip_policy
+            tell_replaced(had, has, "GradientControl", "control")
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         if not self._optimizers:  # The scale counts from here on, the rest when it is bound.
@@ -921,8 +951,7 @@ class GradientControl:
             self._waiting_state = state_dict
             return
         before = self._engine.next_step
-        ours = state_dict.get("gradilocks")
-        saved = dict((ours.get("parts") or ()) if isinstance(ours, Mapping) else ())
+        saved = parts_in(state_dict)
         if len(self._optimizers) == 1 and len(saved) == 1 and not self._grows:
             # Saved where others might have come: what is known of the one is known of the whole.
             _, state_dict = self._divided(saved, state_dict, (), self._optimizers)
@@ -1007,10 +1036,12 @@ class GradientControl:
         if len(self._optimizers) == 1 and not self._grows:
             return self
         group = 0
-        for optimizer in self._optimizers:  # All at once: those that wait move with the scale.
+        # All at once: those that wait move with the scale.
+        for place, optimizer in enumerate(self._optimizers):
             if id(optimizer) not in self._parts:
                 self._parts[id(optimizer)] = self._part_of(optimizer)
-            self._parts[id(optimizer)]._names.first_group = group
+            missing = self._groups_unclaimed(before=self._numbers.get(place))
+            self._parts[id(optimizer)]._names.first_group = group + missing
             group += len(optimizer.param_groups)
         part = self._parts[id(mine)]
         part._engine.follow(self._engine.state)
@@ -1037,7 +1068,15 @@ class GradientControl:
         """
         if self._mine(optimizer) is not None:
             return
-        self._grows = True
+        grew, self._grows = self._grows, True
+        try:
+            self.bind(*self._with(optimizer))
+        except BaseException:
+            self._grows = grew
+            raise
+
+    def _with(self, optimizer: Any) -> list[Any]:
+        """Its optimizers and `optimizer`, in the order of the checkpoint, if there is one."""
         theirs = {id(param) for param in every_parameter([optimizer])}
         now: list[Any] = []
         for each in self._optimizers:
@@ -1046,7 +1085,13 @@ class GradientControl:
                 now.append(each)
             elif not any(one is optimizer for one in now):
                 now.append(optimizer)
-        self.bind(*now, *(() if any(one is optimizer for one in now) else (optimizer,)))
+        if any(one is optimizer for one in now):
+            return now
+        now.append(optimizer)
+        claims = self._claims([optimizer], self._all_unclaimed(), self._names.model)
+        numbers = {id(self._optimizers[place]): k for place, k in self._numbers.items()}
+        numbers |= {id(optimizer): k for k in claims.values()}
+        return sorted(now, key=lambda one: numbers.get(id(one), sys.maxsize))
 
     @property
     def _is_inside_step(self) -> bool:
@@ -1066,6 +1111,9 @@ class GradientControl:
                     flag = each._seen.flag(self._engine.state.scale.device)
                     self._judged.append(Evidence(flag, None))
         self._move_on()
+        if self._grows and not self._has_warned_of_misfits:
+            self._has_warned_of_misfits = True
+            warn_of_misfits(self._engine.clip_policy, [self._names])
         if new_scale is not None and self._engine.scales:
             lowest, highest = self._engine.scale_policy.bounds()
             scale = self._engine.state.scale
@@ -1188,23 +1236,106 @@ class GradientControl:
 
     def _states_of_parts(self) -> dict[int, Mapping[str, Any]]:
         """Of optimizers that have been stepped alone, by their number: all that is to go on."""
-        numbers = {id(optimizer): k for k, optimizer in enumerate(self._optimizers)}
-        known = {numbers[each]: part._engine.saved() for each, part in self._parts.items()}
-        return {**self._part_states, **known}
+        states = dict(self._part_states)
+        for number, optimizer in enumerate(self._optimizers):
+            part = self._parts.get(id(optimizer))
+            if part is not None:
+                states[number] = part._engine.saved()
+                whose = signature_of(optimizer, part._names)
+                states[number]["gradilocks"]["optimizer"] = whose
+        return states
+
+    def _saved_parts(self) -> dict[int, Mapping[str, Any]]:
+        """What a checkpoint has of single optimizers, by number: of those not met yet, too."""
+        known, parts = self._states_of_parts(), dict(self._unclaimed)
+        for place, state in known.items():
+            number = self._numbers.get(place, place)
+            while number in parts:  # Given in another order, or new beside those of a checkpoint.
+                number += 1
+            parts[number] = state
+        return dict(sorted(parts.items()))
 
     def _load_parts(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on with what is known of single optimizers, now or when they are stepped alone."""
-        ours = state_dict.get("gradilocks")
-        saved = ours.get("parts") if isinstance(ours, Mapping) else None
-        try:
-            self._part_states = {operator.index(number): state for number, state in saved or ()}
-        except (TypeError, ValueError) as error:
-            raise BadState(f"parts in the state_dict do not fit: {saved!r:.80}.") from error
+        unclaimed = parts_in(state_dict)
+        claims = self._claims(self._optimizers, unclaimed, self._names.model)
+        self._part_states = {place: unclaimed[number] for place, number in claims.items()}
+        self._note_claims(claims, unclaimed, {})
         for number, optimizer in enumerate(self._optimizers):
             part = self._parts.get(id(optimizer))
             if part is not None and number in self._part_states:
                 part._engine.follow(self._engine.state)
                 part._engine.load(self._part_states.pop(number), part._ranks)
+
+    def _all_unclaimed(self) -> Mapping[int, Mapping[str, Any]]:
+        """Of a checkpoint, what is known of single optimizers that have not been met."""
+        waited = self._waiting_state
+        return self._unclaimed if waited is None else parts_in(waited)
+
+    def _claims(
+        self,
+        optimizers: Sequence[Any],
+        unclaimed: Mapping[int, Mapping[str, Any]],
+        model: Any,
+        had: Sequence[Any] = (),
+    ) -> dict[int, int]:
+        """By the place of an optimizer, the number of the state in `unclaimed` that is of it.
+
+        By the names and shapes of its parameters. Several that are alike come in the order in which
+        they were given, unless they are handed over one by one: then nobody has said an order.
+
+        Args:
+            optimizers: all.
+            unclaimed: of a checkpoint, what is known of single optimizers, by the number there.
+            model: names their parameters.
+            had: those of `optimizers` that are known already.
+
+        Raises:
+            BadState: which is of an optimizer cannot be told.
+        """
+        waiting = dict(sorted(unclaimed.items()))
+        claims: dict[int, int] = {}
+        for place, optimizer in enumerate(optimizers):
+            if not waiting or any(each is optimizer for each in had):
+                continue
+            numbers = list(waiting)
+            signatures = [waiting[number]["gradilocks"].get("optimizer") for number in numbers]
+            if None in signatures:  # From before they were saved.
+                found = [place] if place in waiting else []
+            else:
+                mine = signature_of(optimizer, Names(model, (optimizer,)))
+                found = [numbers[at] for at in places_of(mine, signatures)]
+            if len(found) > 1 and self._grows and self._must_tell([waiting[k] for k in found]):
+                policy = self._engine.clip_policy.policy_name
+                raise BadState(_UNTOLD.format(policy=policy, count=len(found)))
+            if found:
+                claims[place] = found[0]
+                del waiting[found[0]]
+        return claims
+
+    def _must_tell(self, alike: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether it matters to the clip policy which of these states an optimizer gets."""
+        memories = [state["gradilocks"].get("clip_state") for state in alike]
+        keys = self._engine.clip_policy.misfits((), ())
+        return any(isinstance(key, int) for key in keys) or memories != memories[:1] * len(alike)
+
+    def _note_claims(
+        self,
+        claims: Mapping[int, int],
+        unclaimed: Mapping[int, Mapping[str, Any]],
+        numbers: Mapping[int, int],
+    ) -> None:
+        """Keeps what `_claims` has left, and, of who comes one by one, the numbers."""
+        taken = set(claims.values())
+        self._unclaimed = {k: state for k, state in unclaimed.items() if k not in taken}
+        self._numbers = {**numbers, **claims} if self._grows else {}
+
+    def _groups_unclaimed(self, *, before: int | None) -> int:
+        """How many groups those have that a checkpoint has before this number, or at all, and that
+        have not been met."""
+        missing = [s for k, s in self._unclaimed.items() if before is None or k < before]
+        known = [state["gradilocks"].get("optimizer") or {} for state in missing]
+        return sum(signature.get("groups", 0) for signature in known) if self._grows else 0
 
     def _step_told(self, driver: Any, closure: Callable[[], Tensor] | None) -> Outcome:
         """A step of which listeners are told: recorder, tracer, audit."""
@@ -1303,6 +1434,7 @@ class GradientControl:
                 gradients.tensors[begin:end],
                 device=gradients.device,
                 begin=begin,
+                dtypes=gradients.dtypes,
                 inside=takes_decision(optimizer),
                 multiplied=self._order.note_unscaled,
             )
@@ -1591,6 +1723,13 @@ class GradientControl:
                 self._engine.all_have_changed(ranks)
             raise
 
+
+_UNTOLD = (
+    "the state_dict has what clip={policy}(...) knows of {count} optimizers whose parameters have "
+    "the same names and shapes, and which of them comes first cannot be told. Name the parameters "
+    'in the run that saves and in the one that loads, GradientControl(model={{"one": model, '
+    '"other": other}}), or say the order before the first step: control.bind(optimizer, another).'
+)
 
 _UNBOUND = (
     "this control has no optimizer yet: GradientControl(optimizer, ...) or control.bind(optimizer)."

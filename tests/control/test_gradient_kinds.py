@@ -288,9 +288,11 @@ def test_float16_gradients_are_not_unscaled_in_place(fused):
     control = GradientControl(sgd(p, fused=fused))
     control.backward((p.float() * 2e-8).sum())
     made = p.grad.clone()
-    with pytest.raises(ValueError, match="FP16"):
+    with pytest.raises(ValueError, match="FP16") as caught:
         control.unscale_()
     assert torch.equal(p.grad, made)
+    assert ("fused=True" in str(caught.value)) != fused
+    assert ("leave out unscale_()" in str(caught.value)) == fused
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+import gradilocks
 from gradilocks import GradScaler
 from gradilocks.errors import BadState, GradilocksError, MissingKey
 
@@ -213,6 +214,41 @@ def test_an_explicit_unscale_of_fp16_gradients_is_refused_for_a_fused_optimizer_
     scaler = started(scaler_class, param)
     with raises(ValueError, "Attempting to unscale FP16 gradients."):
         scaler.unscale_(sgd(param, fused=True))
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("make", ["AdamW", "SGD", "ours"])
+def test_who_has_a_fused_optimizer_is_not_told_to_take_one(make, clip):
+    param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    settings = {"lr": 0.1} if make == "ours" else {"lr": 0.1, "fused": True}
+    kind = gradilocks.optim.AdamW if make == "ours" else getattr(torch.optim, make)
+    scaler = GradScaler("cpu", init_scale=8.0, clip=clip)
+    scaler.scale(param.float().sum()).backward()
+    optimizer = kind([param], **settings)
+    with pytest.raises(ValueError, match=r"leave out scaler\.unscale_\(optimizer\)") as caught:
+        scaler.unscale_(optimizer)
+    assert "fused=True" not in str(caught.value)
+    scaler.step(optimizer)  # As it says.
+    assert (param < 1.0).all()
+
+
+def test_a_subclass_that_knows_when_it_unscales_clips_fp16_with_a_fused_optimizer():
+    class Counting(GradScaler):
+        unscaled = 0
+
+        def unscale_(self, optimizer):
+            self.unscaled += 1
+            super().unscale_(optimizer)
+
+    for fused in (True, False):
+        dtype = torch.float16 if fused else torch.float32
+        param = torch.nn.Parameter(torch.ones(2, dtype=dtype))
+        scaler = Counting("cpu", init_scale=8.0, clip=0.5)
+        scaler.scale(param.float().sum()).backward()
+        scaler.step(torch.optim.AdamW([param], lr=0.1, fused=fused))
+        assert scaler.outcome.clipped
+        assert (param < 1.0).all()
+        assert scaler.unscaled == (not fused)  # As torch's own step calls it.
 
 
 def test_a_fused_step_takes_fp16_gradients(scaler_class):

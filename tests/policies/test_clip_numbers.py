@@ -19,6 +19,7 @@ from gradilocks import (
     ClipPerTensor,
     DynamicScale,
     GradientControl,
+    GradScaler,
     QuantileClip,
     SkipSpikes,
     ZScoreClip,
@@ -149,6 +150,78 @@ def test_adaptive_clip(scale, fused):
     assert found == pytest.approx([0.03, 0.04, 6e-6, 8e-6], rel=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (3, 2, 2)])
+@pytest.mark.parametrize("by", ["control", "scaler", "unscaled", "chain"])
+def test_adaptive_clip_goes_by_the_magnitudes_of_complex_numbers(shape, by):
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(shape, dtype=torch.complex64))
+    gradient = torch.randn(shape, dtype=torch.complex64) * 10.0
+    optimizer = torch.optim.SGD([param], lr=0.0)
+    clip = AdaptiveClip(0.5)
+    if by == "chain":
+        clip = chain(clip, ClipByNorm(math.inf))
+    loss = (param * gradient.conj()).real.sum()
+    if by == "scaler":
+        scaler = GradScaler("cpu", clip=clip)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        outcome = scaler.outcome
+    else:
+        control = GradientControl(optimizer, clip=clip)
+        control.backward(loss)
+        if by == "unscaled":
+            control.unscale_()
+        outcome = control.step()
+    dims = tuple(range(1, len(shape))) if len(shape) > 1 else None
+    weights, lengths = (
+        torch.linalg.vector_norm(it.detach(), dim=dims, keepdim=True) for it in (param, gradient)
+    )
+    limit = 0.5 * weights
+    expected = gradient * torch.where(lengths > limit, limit / lengths, torch.ones(()))
+    torch.testing.assert_close(param.grad, expected, rtol=1e-5, atol=0.0)
+    assert outcome.clipped
+    assert outcome.norm == pytest.approx(torch.linalg.vector_norm(gradient).item(), rel=1e-6)
+
+
+def test_adaptive_clip_leaves_alone_what_is_below_its_limit_however_small_that_is():
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([param], lr=0.0)
+    control = GradientControl(optimizer, clip=AdaptiveClip(1e-4), scale=None)  # A limit of 1e-7.
+    for length, left in ((5e-8, 5e-8), (2e-7, 2e-7 * 1e-7 / 1e-6)):
+        param.grad = torch.tensor([length, 0.0])
+        assert control.step().clipped == (left != length)
+        assert param.grad[0].item() == pytest.approx(left, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_clip_by_value_bounds_the_magnitudes_of_complex_numbers(dtype):
+    values = [3.0 + 4.0j, 0.3j, -0.6 + 0.8j, 3e38 + 3e38j, 0.0]
+    param, real = nn.Parameter(torch.zeros(5, dtype=dtype)), nn.Parameter(torch.zeros(2))
+    control = GradientControl(
+        torch.optim.SGD([param, real], lr=0.0), clip=ClipByValue(1.0), scale=None
+    )
+    param.grad, real.grad = torch.tensor(values, dtype=dtype), torch.tensor([-7.0, 0.5])
+    assert control.step().clipped
+    expected = torch.tensor([0.6 + 0.8j, 0.3j, -0.6 + 0.8j, 0.5**0.5 * (1 + 1j), 0.0], dtype=dtype)
+    torch.testing.assert_close(param.grad, expected, rtol=1e-6, atol=0.0)
+    assert real.grad.tolist() == [-1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [AdaptiveClip(0.01), ClipByValue(0.5), ClipPerTensor(1.0), AdaGC(warmup=1), SkipSpikes()],
+)
+def test_a_nan_among_complex_numbers_leaves_all_as_it_was(clip):
+    param = nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
+    control = GradientControl(torch.optim.SGD([param], lr=1.0), clip=clip)
+    control.backward((param.abs() ** 2).sum())
+    param.grad[1, 1] = complex(1.0, math.nan)
+    before = torch.view_as_real(param.grad).clone()
+    assert control.step().skipped
+    assert torch.equal(param, torch.ones(3, 2, dtype=torch.complex64))
+    assert torch.equal(torch.view_as_real(param.grad).nan_to_num(7.0), before.nan_to_num(7.0))
+
+
 def test_adaptive_clip_leaves_out_what_is_excluded():
     run = Run(AdaptiveClip(0.01, exclude=("head.*",)), 3, 3, names=("body.weight", "head.weight"))
     factors, _ = run.step(1.0, 1.0)
@@ -213,6 +286,14 @@ def test_skip_spikes():
     _, outcome = run.step(1.05)
     assert not outcome.skipped
     assert not outcome.rejected
+
+
+def test_skip_spikes_takes_what_rounding_makes_of_a_norm_that_never_varies():
+    for norm, skipped in ((1.0 + 9e-7, False), (1.0 + 2e-6, True)):
+        run = Run(SkipSpikes(at_least=4, window=8), scale=None)
+        for _ in range(4):
+            run.step(1.0)
+        assert run.step(norm)[1].skipped == skipped
 
 
 def test_rejected_steps_are_not_counted_as_nonfinite():

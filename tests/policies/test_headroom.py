@@ -85,6 +85,13 @@ def test_gradients_that_have_all_vanished_make_it_grow():
     assert run(HeadroomScale(init_scale=1.0), 0.0, 0.0, 2.0**-10) == [1.0, 16.0, 256.0, 2.0**21]
 
 
+def test_growth_from_nothing_ends_at_its_bounds_and_with_the_first_gradient_be_it_inf():
+    policy = HeadroomScale(init_scale=1.0, max_scale=2.0**10)
+    assert run(policy, 0.0, 0.0, 0.0, 0.0)[1:] == [16.0, 256.0, 1024.0, 1024.0]
+    scales = run(HeadroomScale(init_scale=1.0), 0.0, 1.0, 0.0, 0.0, overflow_above=8.0)
+    assert scales == [1.0, 16.0, 1.0, 1.0, 1.0]  # Back to what held, and there it stays.
+
+
 def test_it_stays_within_its_bounds():
     policy = HeadroomScale(init_scale=8.0, min_scale=4.0, max_scale=64.0)
     assert run(policy, 1e-20, 1e-20)[1:] == [64.0, 64.0]

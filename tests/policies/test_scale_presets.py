@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradilocks import DynamicScale, GradientControl, HeadroomScale
-from gradilocks.errors import BadState
+from gradilocks import DynamicScale, GradientControl, GradScaler, HeadroomScale
+from gradilocks.errors import BadState, NeverFinite
 
 CPU = torch.device("cpu")
 
@@ -46,6 +46,75 @@ def test_when_they_grow():
 def test_deepspeed_waits_one_step_more_after_an_overflow_too():
     policy = DynamicScale.deepspeed(init_scale=64.0, growth_interval=2, hysteresis=1)
     assert sequence(policy, [1, 0, 0, 0, 0, 0]) == [32, 32, 32, 64, 64, 128]
+
+
+class DeepSpeed:
+    """The rule of DeepSpeed's DynamicLossScaler as it is written there, in our own words."""
+
+    def __init__(self, scale, window, *, floor=1.0, shift=2, consecutive=False):
+        self.cur_scale, self.scale_window, self.scale_factor = scale, window, 2.0
+        self.min_scale, self.delayed_shift, self.cur_hysteresis = floor, shift, shift
+        self.consecutive_hysteresis = consecutive
+        self.cur_iter, self.last_overflow_iter = 0, -1
+        self.raise_error_at_min_scale, self.dynamic, self.dtype = True, True, torch.half
+
+    def step(self, overflow):
+        if overflow:
+            if self.delayed_shift == 1 or self.cur_hysteresis == 1:
+                # Where it is at the floor already, DeepSpeed ends the run.
+                self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
+            else:
+                self.cur_hysteresis -= 1
+            self.last_overflow_iter = self.cur_iter
+        else:
+            if self.consecutive_hysteresis:
+                self.cur_hysteresis = self.delayed_shift
+            finite = self.cur_iter - self.last_overflow_iter - 1
+            if finite > 0 and finite % self.scale_window == 0:
+                self.cur_hysteresis = self.delayed_shift
+                self.cur_scale *= self.scale_factor
+        self.cur_iter += 1
+        return self.cur_scale
+
+
+def overflows(seed, count=120, share=0.25):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(count, generator=generator) < share).int().tolist()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shift", [1, 2, 3])
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_deepspeeds_rule(consecutive, shift, seed):
+    settings = {"hysteresis": shift, "consecutive_hysteresis": consecutive}
+    policy = DynamicScale.deepspeed(growth_interval=4, **settings)
+    there = DeepSpeed(2.0**16, 4, shift=shift, consecutive=consecutive)
+    flags = overflows(seed)
+    assert sequence(policy, flags) == [there.step(flag) for flag in flags]
+
+
+def test_hysteresis_that_every_finite_step_refills_is_used_up_by_overflows_in_a_row_alone():
+    flags = [1, 0, 1, 0, 1, 1]
+    found = {
+        refills: sequence(DynamicScale(64.0, hysteresis=2, consecutive_hysteresis=refills), flags)
+        for refills in (False, True)
+    }
+    assert found == {False: [64, 64, 32, 32, 16, 8], True: [64, 64, 64, 64, 64, 32]}
+    assert DynamicScale(consecutive_hysteresis=True).rules() is None  # No device follows it.
+
+
+def test_at_the_floor_the_scale_stays_and_the_control_gives_up():
+    """Where DeepSpeed and fairseq end the run at once."""
+    for policy, lowest in ((DynamicScale.deepspeed(), 1.0), (DynamicScale.fairseq(), 2.0**-13)):
+        param = nn.Parameter(torch.zeros(1))
+        control = GradientControl(torch.optim.SGD([param], lr=0.1), scale=policy, give_up_after=40)
+        scales = []
+        for _ in range(39):
+            step(control, 1)
+            scales.append(control.scale)
+        assert scales[-1] == lowest
+        with pytest.raises(NeverFinite):
+            step(control, 1)
 
 
 class Fairseq:
@@ -95,6 +164,50 @@ def test_every_preset_has_its_start_and_its_floor():
     assert sequence(DynamicScale.megatron(init_scale=2.0), [1] * 5)[-1] == 1.0
 
 
+@pytest.mark.parametrize(("start", "lowest"), [(100.0, 100 / 2**19), (2.0**7, 2.0**-13)])
+def test_fairseqs_floor_is_the_last_scale_above_its_least(start, lowest):
+    assert DynamicScale.fairseq(init_scale=start).min_scale == lowest
+    assert lowest > 1e-4 >= lowest / 2
+    assert DynamicScale.fairseq(init_scale=start, min_loss_scale=start).min_scale == start
+    assert DynamicScale.fairseq(min_loss_scale=1e-300).min_scale == 2.0**-126
+
+
+def test_torchs_preset_takes_torchs_numbers():
+    settings = {
+        "init_scale": 8.0,
+        "growth_factor": 3.0,
+        "backoff_factor": 0.25,
+        "growth_interval": 2,
+    }
+    theirs = torch.amp.GradScaler("cpu", **settings)
+    control = control_with(DynamicScale.torch(**settings))
+    (param,) = control._all_parameters()
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    for flag in overflows(1, count=30, share=0.2):
+        step(control, flag)
+        theirs.scale(torch.ones(()))
+        param.grad = torch.tensor([float("inf") if flag else 0.0])
+        theirs.step(optimizer)
+        theirs.update()
+        assert control.scale == theirs.get_scale()
+    with pytest.raises(ValueError, match=r"growth_factor must be greater than 1, got 0\.5"):
+        DynamicScale.torch(growth_factor=0.5)
+
+
+@pytest.mark.parametrize("start", [2.0**120, 3.0 * 2.0**118])
+def test_torchs_preset_grows_as_far_as_torchs_scaler(start):
+    policy = DynamicScale.torch(init_scale=start, growth_interval=1)
+    theirs = torch.amp.GradScaler("cpu", init_scale=start, growth_interval=1)
+    theirs.scale(torch.ones(()))
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    for found in sequence(policy, [0] * 12):
+        param.grad = torch.zeros(1)
+        theirs.step(optimizer)
+        theirs.update()
+        assert found == theirs.get_scale()
+
+
 def control_with(policy):
     return GradientControl(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), scale=policy)
 
@@ -137,6 +250,7 @@ def test_what_they_keep_goes_through_a_checkpoint(policy):
         ({"delay": 1.0}, TypeError, "delay must be an int"),
         ({"tolerance": 1.5}, ValueError, "tolerance must lie between 0 and 1"),
         ({"tolerance": "x"}, TypeError, "tolerance must be a number"),
+        ({"consecutive_hysteresis": 1}, TypeError, "consecutive_hysteresis must be True or False"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, error, words):
@@ -189,10 +303,68 @@ def test_runs_of_fairseq_and_apex_go_on_here():
     assert (control.scale, control.state_dict()["_growth_tracker"]) == (512.0, 17)
 
 
+@pytest.mark.parametrize("at", [3, 7, 20, 41])
+@pytest.mark.parametrize("as_saved", [lambda it: {"loss_scaler": it, "overflow": False}, vars])
+def test_a_run_of_zero_goes_on_here_from_the_scaler_itself(as_saved, at):
+    """ZeRO saves its scaler, an object; all of its rule is there."""
+    there = DeepSpeed(2.0**10, 5, floor=4.0, shift=3, consecutive=True)
+    flags = overflows(7, share=0.3)
+    for flag in flags[:at]:
+        there.step(flag)
+    control = control_with(DynamicScale.deepspeed())
+    control.load_state_dict(as_saved(there))
+    for flag in flags[at:]:
+        step(control, flag)
+        assert control.scale == there.step(flag)
+
+
+def test_a_scale_of_zeros_that_never_moves_is_said_to_be_one():
+    static = type("LossScaler", (), {})()
+    static.cur_scale, static.dynamic = 128.0, False
+    control = control_with(DynamicScale.deepspeed())
+    with pytest.raises(BadState, match=r"never moves, 128\.0.*scale=128\.0"):
+        control.load_state_dict({"loss_scaler": static})
+
+
+@pytest.mark.parametrize("kind", ["control", "scaler"])
+def test_of_several_losses_of_apex_the_smallest_scale_is_taken_and_it_is_said(kind, caplog):
+    saved = {
+        "loss_scaler0": {"loss_scale": 512.0, "unskipped": 17},
+        "loss_scaler1": {"loss_scale": 64.0, "unskipped": 300},
+        "loss_scaler2": {"loss_scale": 128.0, "unskipped": 4},
+    }
+    made = control_with(DynamicScale()) if kind == "control" else GradScaler("cpu")
+    made.load_state_dict(saved)
+    state = made.state_dict()
+    assert (state["scale"], state["_growth_tracker"]) == (64.0, 4)
+    assert "3 losses with a scale each (512, 64, 128)" in caplog.text
+    assert "the smallest" in caplog.text
+    saved["loss_scaler1"]["loss_scale"] = -1.0
+    with pytest.raises(BadState, match="loss_scale in the state_dict must be positive"):
+        made.load_state_dict(saved)
+
+
 @pytest.mark.parametrize(
     ("saved", "words"),
     [
         ({"cur_scale": 8.0, "cur_iter": 1, "last_overflow_iter": 5}, "must be after"),
+        (
+            {"cur_scale": 8.0, "cur_iter": 1, "last_overflow_iter": 0, "min_scale": 0.0},
+            "min_scale in the state_dict must be positive",
+        ),
+        (
+            {"cur_scale": 8.0, "cur_iter": 1, "last_overflow_iter": 0, "delayed_shift": 0},
+            "delayed_shift .* whole number",
+        ),
+        (
+            {
+                "cur_scale": 8.0,
+                "cur_iter": 1,
+                "last_overflow_iter": 0,
+                "consecutive_hysteresis": "x",
+            },
+            "consecutive_hysteresis must be True or False",
+        ),
         ({"cur_scale": -8.0, "cur_iter": 1, "last_overflow_iter": 0}, "positive and finite"),
         ({"cur_scale": 8.0, "cur_iter": "x", "last_overflow_iter": 0}, "cur_iter .* whole number"),
         ({"loss_scale": "x"}, "scale in the state_dict must be a number"),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradilocks import GradientControl, Recorder, emulate, read_run
+from gradilocks import GradientControl, GradScaler, Recorder, emulate, read_run
 from gradilocks.report.health import Finding
 from gradilocks.report.run_report import Reported, main_numbers, report_on
 from tests.report.healthy_runs import TiedGPT, classes, mlp, next_token, sentences
@@ -492,6 +492,49 @@ def test_weights_in_bfloat16_that_round_every_change_away_are_named(tmp_path: Pa
 
     finding = Judged(watched(run, tmp_path / "run.jsonl")).findings["nothing-moves"]
     assert "held in bfloat16, which rounds such small changes away" in finding.sentence
+
+
+@pytest.mark.parametrize("by", ["itself", "torch's scaler", "ours", "a control"])
+def test_a_fused_sgd_that_leaves_such_weights_on_a_cpu_as_they_are_is_told_of(
+    by: str, tmp_path: Path
+) -> None:
+    """torch's own, and not where we step it another way (pytorch issue 191763)."""
+
+    def run() -> None:
+        model = mlp(16, 64, 4).to(torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        kind = torch.amp.GradScaler if by == "torch's scaler" else GradScaler
+        scaler = kind("cpu", init_scale=64.0)
+        control = GradientControl(optimizer, model=model)
+        for _ in range(60):
+            x, y = classes(16)
+            loss = F.cross_entropy(model(x.to(torch.bfloat16)), y)
+            if by == "a control":
+                control.zero_grad()
+                control.backward(loss)
+                control.step()
+                continue
+            optimizer.zero_grad()
+            if by == "itself":
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+    told: list[str] = []
+    judged = Judged(watched(run, tmp_path / "run.jsonl", told=told))
+    finding = judged.findings.get("nothing-moves")
+    if by in ("itself", "torch's scaler"):
+        assert len(told) == 1
+        assert "pytorch issue 191763" in told[0]
+        assert "--swap-optimizer SGD" in told[0]
+        assert finding is not None
+        assert "this SGD is fused, it is torch that leaves them as they are" in finding.sentence
+    else:
+        assert not told
+        assert finding is None
 
 
 # --- the precision of the run --------------------------------------------------------------------

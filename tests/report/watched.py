@@ -38,8 +38,17 @@ def hooks_kept() -> Iterator[None]:
         gc.unfreeze()
 
 
-def watched(train: Callable[[], object], path: Path, *, detail_every: int = 5) -> Run:
-    """Trains under watch, with the seed 0, and reads the run file."""
+def watched(
+    train: Callable[[], object],
+    path: Path,
+    *,
+    detail_every: int = 5,
+    told: list[str] | None = None,
+) -> Run:
+    """Trains under watch, with the seed 0, and reads the run file.
+
+    Warnings are failures, unless there is a list of what was `told`.
+    """
     failures: list[Exception] = []
     guard = Guard(failures.append)
 
@@ -54,7 +63,13 @@ def watched(train: Callable[[], object], path: Path, *, detail_every: int = 5) -
             settings={"watched": True, "swap": False, "trace": False},
         )
 
-    steps = StepRecorder(recorder, lambda words: failures.append(RuntimeError(words)))
+    def warn(words: str) -> None:
+        if told is None:
+            failures.append(RuntimeError(words))
+        else:
+            told.append(words)
+
+    steps = StepRecorder(recorder, warn)
     listeners = [guard.around((steps.losses, steps))]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -17,6 +17,17 @@ def test_there_is_a_checkpoint_of_every_policy():
     assert {path.stem for path in DATA.glob("*.json")} == set(POLICIES)
 
 
+def without_later_settings(saved):
+    """A checkpoint without the settings that came later, which are as if there were none."""
+    if isinstance(saved, list):
+        return list(map(without_later_settings, saved))
+    if not isinstance(saved, dict):
+        return saved
+    assert not saved.get("consecutive_hysteresis")
+    later = {"consecutive_hysteresis"}
+    return {key: without_later_settings(value) for key, value in saved.items() if key not in later}
+
+
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_checkpoint_of_before_loads_and_training_goes_on_as_it_did(name, kind):
     told = json.loads((DATA / f"{name}.json").read_text())[kind]
@@ -32,7 +43,7 @@ def test_a_checkpoint_of_before_loads_and_training_goes_on_as_it_did(name, kind)
         # These do not say whose numbers they have: those of the parameters, in their order.
         named = [[name, ""] for name, _ in resumed.model.named_parameters()]
         assert saved["gradilocks"].pop("clip_parameters", named) == named
-    assert saved == told["state_dict"]
+    assert without_later_settings(saved) == told["state_dict"]
     # The checkpoint is that of the holder alone; model and optimizer bring theirs.
     resumed.model.load_state_dict(first.model.state_dict())
     resumed.optimizer.load_state_dict(first.optimizer.state_dict())

@@ -32,12 +32,13 @@ class AdaptiveClip(ClipPolicy):
     """Bounds the gradient of each unit by a share of the norm of the unit's weights.
 
         for each unit:  limit = clipping * max(norm of its weights, eps)
-                        factor = min(1, limit / max(norm of its gradient, 1e-6))
+                        if norm of its gradient > limit:
+                            gradient *= limit / max(norm of its gradient, 1e-6)
 
     A unit is a row of a matrix or an output channel of a convolution; a vector or a number is one
-    unit. One more read of weights and gradients, and a pass over those gradients that have units.
-    Units that several ranks hold parts of are measured over all of them, in one more collective of
-    two numbers a unit.
+    unit. Of complex numbers the magnitudes count. One more read of weights and gradients, and a
+    pass over those gradients that have units. Units that several ranks hold parts of are measured
+    over all of them, in one more collective of two numbers a unit.
 
     Args:
         clipping: the share; the authors use 0.01 for batches of 4096 and more for smaller ones.
@@ -130,6 +131,8 @@ def weights_of(param: Tensor) -> Tensor:
 def unit_norms(tensor: Tensor) -> Tensor:
     """1-d: the norm of each unit, a row or, of a vector or a number, all of it."""
     dtype = wide(tensor.device)  # The square of a float32 may be more than float32 holds.
+    if tensor.is_complex():
+        dtype = dtype.to_complex()
     if tensor.dim() <= 1:
         parts = [torch.linalg.vector_norm(part, dtype=dtype) for part in _parts(tensor)]
         whole: Tensor = torch.linalg.vector_norm(torch.stack(parts)) if parts[1:] else parts[0]

@@ -214,6 +214,8 @@ class ClipByValue(ClipPolicy):
 
         g = min(max(g, -value), value)
 
+    Of a complex element the magnitude is bounded.
+
     Args:
         value: the bound, not negative.
 

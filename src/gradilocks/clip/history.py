@@ -162,9 +162,10 @@ class SkipSpikes(_Windowed):
     """Skips a step whose norm is far above those of the last steps that were taken.
 
         bound = mean + sigmas * std of the last `window` accepted norms
-        skip unless norm <= bound
+        skip unless norm <= bound * (1 + 1e-6)
 
-    The optimizer and the parameters stay as they were, as with a NaN. `std` is the sample's.
+    The optimizer and the parameters stay as they were, as with a NaN. `std` is the sample's; of
+    norms that never vary it is 0, and what rounding makes of such a norm is no spike.
 
     Args:
         sigmas: how many standard deviations above the mean are still taken.

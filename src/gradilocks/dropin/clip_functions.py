@@ -187,6 +187,11 @@ def clip_grad_value_(
         bound = _bound("clip_value", clip_value)
         refuse_scaled(params, "clip_grad_value_", bound)
         gradients = _found(params, foreach)
+        if any(dtype.is_complex for dtype in gradients.dtypes):  # As torch, and in more words.
+            raise NotImplementedError(
+                "clamp is not supported for complex types: complex numbers have no order. "
+                "GradientControl(clip=ClipByValue(...)) bounds their magnitudes."
+            )
         kept = own_write_begins(gradients.params)
         for device, places in kernels.by_device(gradients.tensors).items():
             limit = torch.full((), bound, dtype=wide(device), device=device)

@@ -17,7 +17,7 @@ import itertools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -31,8 +31,12 @@ from gradilocks._torch import OptState, new_scaler_state
 from gradilocks.clip import NoClip, resolve_clip
 from gradilocks.dropin.optimizer_engines import OptimizerEngines
 from gradilocks.dropin.scaler_state import (
+    TORCHS,
+    TorchsRule,
     check_state,
     checked_policies,
+    fitted_clip,
+    fitted_state,
     has_torchs_numbers,
     policy_from,
     set_scale,
@@ -46,6 +50,7 @@ from gradilocks.ranks.layout import (
     covers_world,
     flattened_among,
     has_other_ranks,
+    my_rank,
     rank_groups_of,
     refuse_fsdp1_shards,
 )
@@ -61,7 +66,7 @@ from gradilocks.scale import (
     resolve_scale,
 )
 from gradilocks.state.checkpoint import SCALERS as KEY
-from gradilocks.state.checkpoint import check_scale, refill, save_scale
+from gradilocks.state.checkpoint import check_scale, refill, save_scale, tell_replaced
 from gradilocks.state.other_scalers import OtherScaler, recognize
 from gradilocks.step.call_order import UnscaledGuard, own_write_begins, own_write_ended
 from gradilocks.step.engine import (
@@ -76,6 +81,7 @@ from gradilocks.step.engine import (
 )
 from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.framework_wrappers import KINDS, refuse_second_scaler
+from gradilocks.step.half_sgd import HALF, moving
 from gradilocks.step.measure import measure
 from gradilocks.step.outcome import Outcome, ScalerOutcome, fetch
 from gradilocks.step.own_step import own_step, why_not_inside
@@ -130,6 +136,8 @@ class _OptimizerStep(NamedTuple):
     """Alive until `update`, so that its id means no other."""
     params: Sequence[Tensor] = ()
     """Its parameters with gradients."""
+    dtypes: Collection[torch.dtype] | None = None
+    """Those of the gradients, if they have been looked at."""
     engine: Engine | None = None
     seen: Look | None = None
     """What `unscale_` found in the gradients."""
@@ -258,6 +266,10 @@ class GradScaler(torch.amp.GradScaler):
                     )
             if self._enabled:
                 self._show_policys_numbers(self._policy)
+        # As it was made: a checkpoint may bring other settings.
+        self._given_policies = self._policy, clip_policy
+        names = ("init_scale", *TORCHS) if self._enabled else ()
+        self._given_numbers = {name: getattr(self, f"_{name}") for name in names}
         self._outcome: ScalerOutcome | partial[ScalerOutcome] | None = None
         self._now = _SinceUpdate(UnscaledGuard())
         self._events = StepEvents(EVENTS)
@@ -413,7 +425,10 @@ class GradScaler(torch.amp.GradScaler):
             flag = self._skip_flag(optimizer, flags, known_reader=known_reader)
             self._tell(optimizer, flag)
             asked = {**state, "found_inf_per_device": {flag.device: flag}}
-            returned = self._maybe_opt_step(optimizer, asked, *args, **kwargs)
+            dtypes, maybe = self._now.steps[id(optimizer)].dtypes, self._maybe_opt_step
+            if dtypes is None or not HALF.isdisjoint(dtypes):
+                maybe = moving(optimizer, maybe)
+            returned = maybe(optimizer, asked, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return returned
 
@@ -447,16 +462,19 @@ class GradScaler(torch.amp.GradScaler):
         """As torch's; a scaler with a `policy` refuses it."""
         self._refuse_setting("growth_factor")
         super().set_growth_factor(new_factor)
+        self._given_numbers["growth_factor"] = new_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """As torch's; a scaler with a `policy` refuses it."""
         self._refuse_setting("backoff_factor")
         super().set_backoff_factor(new_factor)
+        self._given_numbers["backoff_factor"] = new_factor
 
     def set_growth_interval(self, new_interval: int) -> None:
         """As torch's; a scaler with a `policy` refuses it."""
         self._refuse_setting("growth_interval")
         super().set_growth_interval(new_interval)
+        self._given_numbers["growth_interval"] = new_interval
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; with `policy` or `clip`, what they keep is there besides."""
@@ -472,17 +490,25 @@ class GradScaler(torch.amp.GradScaler):
             saved[KEY] = {"scale": scale, "clip": clip}
         return saved
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, policies: str = "checkpoint") -> None:
         """Goes on from a `state_dict` of this class, of torch's, or of another system's scaler.
 
-        The settings of `policy` and `clip` come from the state_dict too, as torch's do. One that
-        does not fit raises BadState and changes nothing.
+        One that does not fit raises BadState and changes nothing.
 
         Args:
             state_dict: also of the scalers of Megatron-LM, DeepSpeed, fairseq and apex.
+            policies: "checkpoint" takes the settings of `policy` and `clip` from there too, as
+                torch's scaler does with its own, and tells the log of those that differ from this
+                scaler's; "scaler" keeps those that this scaler was made with, and takes from there
+                what fits them: the scale, and what a policy of the same class has learned.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}.")
+        if policies not in ("checkpoint", "scaler"):
+            raise ValueError(f"policies must be 'checkpoint' or 'scaler', got {policies!r}.")
+        if policies == "scaler" and state_dict:
+            state_dict = self._fitted(state_dict)
+        had = self._settings()
         ours = checked_policies(state_dict, scale=self._policy is not None, clip=self._clips)
         clip = None
         if self._clips:
@@ -511,6 +537,35 @@ class GradScaler(torch.amp.GradScaler):
                 refill(self._scale_state, fresh)
         if clip is not None:
             self._engines.go_on_with(*clip)
+        if policies == "checkpoint" and (not has_other_ranks() or my_rank() == 0):
+            tell_replaced(had, self._settings(), "GradScaler", "scaler")
+
+    def _settings(self) -> tuple[Any, Any]:
+        """The rule of the scale and the clip policy, to be compared."""
+        return self._policy or TorchsRule(*map(self._torchs_number, TORCHS)), self._engines.clip
+
+    def _torchs_number(self, name: str) -> Any:
+        return getattr(self, f"_{name}", None)  # A disabled scaler has none of them.
+
+    def _fitted(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A state_dict that was saved with other settings, made to fit those of this scaler."""
+        policy, clip = self._given_policies[0], self._given_policies[1] if self._clips else None
+        if not self._enabled:
+            ours = state_dict.get(KEY)
+            saved = ours.get("clip") if isinstance(ours, Mapping) else None
+            return {} if clip is None else {KEY: {"scale": None, "clip": fitted_clip(saved, clip)}}
+        foreign = None if KEY in state_dict else recognize(state_dict, self._growth_rule())
+        if foreign is not None:
+            state_dict = self._as_torchs(foreign)
+        numbers = dict(self._given_numbers)
+        return fitted_state(
+            state_dict,
+            policy,
+            clip,
+            start=numbers.pop("init_scale"),
+            numbers=numbers,
+            bounds=(self._min_scale, self._max_scale) if policy is None else policy.bounds(),
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         if self._process_group is not None:
@@ -533,13 +588,13 @@ class GradScaler(torch.amp.GradScaler):
         made._outcome, made._events = None, StepEvents(EVENTS)
         made._now = _SinceUpdate(UnscaledGuard())
         made._scale_state = copy.deepcopy(made._scale_state)
-        made._engines = copy.deepcopy(self._engines).with_model(self._model)
+        made._engines = self._engines.copied(self._model, {})
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
         made = self.__copy__()
         made._model = _copied(self._model, memo)
-        made._engines = made._engines.with_model(made._model)
+        made._engines = self._engines.copied(made._model, memo)
         shared = {"_model", "_process_group", "_now", "_engines"}
         for name, value in made.__dict__.items():
             if name not in shared:
@@ -623,11 +678,20 @@ class GradScaler(torch.amp.GradScaler):
         if not allow_fp16 and torch.float16 in gradients.dtypes:
             for param, tensor in zip(gradients.params, gradients.tensors, strict=True):
                 if tensor.dtype is torch.float16:
+                    way_out = (
+                        "use an optimizer with fused=True and let scaler.step() unscale inside it."
+                        f"{why_not_inside(optimizer)}"
+                    )
+                    if takes_decision(optimizer):
+                        way_out = (
+                            "leave out scaler.unscale_(optimizer): scaler.step(optimizer) has this "
+                            f"{type(optimizer).__name__} unscale in float32, and with "
+                            "GradScaler(clip=...) clip, inside its own step."
+                        )
                     raise ValueError(
                         f"Attempting to unscale FP16 gradients. {engine.names(param)} is float16: "
                         "keep the parameters in float32 and run the forward pass under "
-                        "torch.autocast, or use an optimizer with fused=True and let scaler.step() "
-                        f"unscale inside it.{why_not_inside(optimizer)}"
+                        f"torch.autocast, or {way_out}"
                     )
         return gradients
 
@@ -673,7 +737,12 @@ class GradScaler(torch.amp.GradScaler):
             if inv_scale is not None:
                 self._now.guard.mark(gradients.params)
             self._now.steps[id(optimizer)] = _OptimizerStep(
-                optimizer, gradients.params, engine=engine, seen=seen, measured=measured
+                optimizer,
+                gradients.params,
+                gradients.dtypes,
+                engine=engine,
+                seen=seen,
+                measured=measured,
             )
             gradients.release()
         return flags
@@ -723,12 +792,13 @@ class GradScaler(torch.amp.GradScaler):
         engine = self._engines.of(optimizer)
         ranks = self._ranks_of(optimizer, engine)  # Refuses before anything is unscaled.
         takes_all = takes_scaler(optimizer)
-        # Who has overridden how gradients are looked at is asked, as by torch's own step.
-        asked = takes_all or self._overrides("unscale_", "_unscale_grads_", "_check_inf_per_device")
-        if asked and state["stage"] is OptState.READY:
+        inside = takes_decision(optimizer) and not takes_all
+        # Who has overridden how gradients are looked at is asked, as by torch's own step, which of
+        # an optimizer that unscales by itself does not call `unscale_`.
+        looks = ("_unscale_grads_", "_check_inf_per_device", *(() if inside else ("unscale_",)))
+        if (takes_all or self._overrides(*looks)) and state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         unscaled = state["stage"] is OptState.UNSCALED
-        inside = takes_decision(optimizer) and not takes_all
         with torch.no_grad():
             gradients = self._gradients(optimizer, engine, allow_fp16=unscaled or inside)
         if not unscaled:
@@ -767,6 +837,7 @@ class GradScaler(torch.amp.GradScaler):
             gradients.tensors,
             device=gradients.device,
             inside=inside,
+            dtypes=gradients.dtypes,
             multiplied=multiplied,
             step=step,
             consume=True,
@@ -853,8 +924,8 @@ class GradScaler(torch.amp.GradScaler):
                 "unscale_() and still carry the scale: call backward() before unscale_()."
             )
         if flags:
-            step = own_step(optimizer)
-            known_reader = step is not None and step.is_proven
+            own = own_step(optimizer)
+            known_reader = own is not None and own.is_proven
             found_inf = self._skip_flag(optimizer, flags, known_reader=known_reader)
             found_inf = moved(found_inf, scale.device)
             self._tell(optimizer, found_inf)
@@ -864,10 +935,13 @@ class GradScaler(torch.amp.GradScaler):
             multiplier = torch.ones_like(scale) if unscaled else torch.reciprocal(scale)
             if must_skip_on_host(optimizer, found_inf, multiplier):
                 return None
+        dtypes, step = self._now.steps[id(optimizer)].dtypes, optimizer.step
+        if dtypes is None or not HALF.isdisjoint(dtypes):
+            step = moving(optimizer, step)
         with handing_over(
             optimizer, grad_scale=None if unscaled else scale, found_inf=found_inf, consume=True
         ):
-            returned: float | None = optimizer.step(*args, **kwargs)
+            returned: float | None = step(*args, **kwargs)
         if not unscaled:
             self._now.guard.mark(self._now.steps[id(optimizer)].params)
         return returned
@@ -893,7 +967,7 @@ class GradScaler(torch.amp.GradScaler):
         """Without scale and check, as torch has it; a clip policy is obeyed."""
         self._outcome = ScalerOutcome.of_nothing()
         if not self._clips:
-            return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
+            return moving(optimizer, optimizer.step)(*args, **kwargs)  # type: ignore[no-any-return]
         if args or "closure" in kwargs:
             raise RuntimeError(
                 "clip= cannot reach gradients that a closure makes inside optimizer.step(). "
@@ -924,18 +998,17 @@ class GradScaler(torch.amp.GradScaler):
         self._outcome = Outcome(record, engine.namer(gradients.params), step=engine.next_step)
         told = verdict._replace(record=record, outcome=self._outcome)
         self._now.steps[id(optimizer)] = _OptimizerStep(optimizer, verdict=told)
+        step, maybe = optimizer.step, self._maybe_opt_step
+        if not HALF.isdisjoint(gradients.dtypes):
+            step, maybe = moving(optimizer, step), moving(optimizer, maybe)
         if decision.overflow is None:
-            returned = optimizer.step(**kwargs)
-        else:
-            if takes_decision(optimizer):
-                if not must_skip_on_host(optimizer, decision.skip, torch.ones_like(decision.skip)):
-                    with handing_over(
-                        optimizer, grad_scale=None, found_inf=decision.skip, consume=True
-                    ):
-                        returned = optimizer.step(**kwargs)
-            else:
-                asked = {"found_inf_per_device": {decision.skip.device: decision.skip}}
-                returned = self._maybe_opt_step(optimizer, asked, **kwargs)
+            returned = step(**kwargs)
+        elif not takes_decision(optimizer):
+            asked = {"found_inf_per_device": {decision.skip.device: decision.skip}}
+            returned = maybe(optimizer, asked, **kwargs)
+        elif not must_skip_on_host(optimizer, decision.skip, torch.ones_like(decision.skip)):
+            with handing_over(optimizer, grad_scale=None, found_inf=decision.skip, consume=True):
+                returned = step(**kwargs)
         engine.conclude(verdict, moves=False)
         return returned
 

@@ -2,37 +2,76 @@
 
 A scaler meets its optimizers one by one and owns none of them: engines are kept beside weak
 references. What a clip policy has learned of an optimizer is found again after a checkpoint by the
-names and sizes of its parameters. Into another process the names and shapes of a model's parameters
-go along, and not the model: there it is given again, or a shape that only one of them has tells
-which parameter this is. What a clip needs and nobody can tell is refused.
+names and shapes of its parameters. Into another process the names and shapes of a model's
+parameters go along, and not the model: there it is given again, or a shape that only one of them
+has tells which parameter this is. What a clip needs and nobody can tell is refused.
+
+Groups of parameters are numbered over all optimizers, as a GradientControl numbers them, here in
+the order in which they were met.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from gradilocks.clip import AdaptiveClip, ClipPolicy
-from gradilocks.eager import users_line
+from gradilocks.checks import IN_A_PATTERN, refuse_patterns, warn_of_misfits
+from gradilocks.clip import ClipPolicy, NoClip
 from gradilocks.errors import BadState
-from gradilocks.names import Names, called_alike, is_unnamed
+from gradilocks.names import Names, is_unnamed
 from gradilocks.scale import NoScale, ScalePolicy
-from gradilocks.state.checkpoint import describe, load_memory, rebuild, save_memory
+from gradilocks.state.checkpoint import SCALERS, describe, load_memory, rebuild, save_memory
+from gradilocks.state.optimizer_match import (
+    FIELDS,
+    fits_signature,
+    known_places,
+    places_of,
+    signature_of,
+)
 from gradilocks.step.engine import Engine
+from gradilocks.step.own_step import weakly
 from gradilocks.step.table import GradientTable, every_parameter
 
 __all__ = ["OptimizerEngines"]
 
 _logger = logging.getLogger("gradilocks")
-_FIELDS = {"names", "sizes", "memory"}
-_IN_A_PATTERN = set("*?[.")
+_TELLING = ("names", "sizes", "shapes")
+
+
+def _nobody() -> None:
+    """In the place of a weak reference to an optimizer that is not there."""
+
+
+@dataclass
+class _Place:
+    """The place of an optimizer among those that the scaler has met."""
+
+    ref: Callable[[], Any] = _nobody
+    """Returns the optimizer that has it as long as that lives."""
+    saved: dict[str, Any] | None = None
+    """What a checkpoint, or the scaler that this one was copied from, knows of the optimizer that
+    is to have it: a signature, and the memory of the clip policy."""
+    owner: Callable[[], Any] = _nobody
+    """Returns the optimizer that `saved` is certainly of, if that is known and it lives."""
+    signature: dict[str, Any] = field(default_factory=dict)
+    """Of the optimizer that had it last."""
+
+    @property
+    def groups(self) -> int:
+        """How many groups of parameters its optimizer has, or had."""
+        optimizer = self.ref()
+        if optimizer is not None:
+            self.signature["groups"] = len(optimizer.param_groups)
+        known: int = (self.saved or self.signature).get("groups", 0)
+        return known
 
 
 class OptimizerEngines:
@@ -48,17 +87,35 @@ class OptimizerEngines:
         self.scale, self.clip, self._model = scale, clip, model
         self.known: dict[int, tuple[Callable[[], Any], Engine]] = {}
         """By the id of the optimizer: what returns it as long as it lives, and its engine."""
-        self._loaded: list[dict[str, Any]] = []
+        self._places: list[_Place] = []
+        self._place_of: dict[int, _Place] = {}  # By the id of the optimizer.
         # The names and shapes of a model that stayed behind in another process.
         self._left_behind: list[tuple[str, tuple[int, ...]]] = []
         self._warned_of_misfits = False
-        _refuse_patterns(clip, model)
+        refuse_patterns(clip, model)
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"known": {}, "_warned_of_misfits": False, "_model": None}
+        fresh = {"known": {}, "_place_of": {}, "_warned_of_misfits": False, "_model": None}
         if self._model is not None:
             fresh["_left_behind"] = Names(self._model, ()).shapes()
-        return {**self.__dict__, **fresh, "_loaded": self._learned()}
+        return {**self.__dict__, **fresh, "_places": [_Place(saved=s) for s in self._learned()]}
+
+    def copied(self, model: Any, memo: Mapping[int, Any]) -> OptimizerEngines:
+        """A copy in this process, which knows the optimizers, or their copies, by themselves.
+
+        Args:
+            model: names the parameters.
+            memo: what `copy.deepcopy` has copied, by the id of what it is a copy of.
+        """
+        made = copy.deepcopy(self).with_model(model)
+        living = [place for place in self._places if place.saved or place.ref() is not None]
+        for mine, place in zip(made._places, living, strict=True):
+            optimizer = place.ref()
+            if optimizer is None:
+                optimizer = place.owner()
+            if optimizer is not None:
+                mine.owner = weakly(memo.get(id(optimizer), optimizer))
+        return made
 
     def with_model(self, model: Any) -> OptimizerEngines:
         """Itself, naming parameters by `model` from here on; for a copy in this process."""
@@ -77,7 +134,7 @@ class OptimizerEngines:
                 f"{_described(theirs)} where this model has {_described(mine)}. Give it the model "
                 "that it was made for, or make a new GradScaler."
             )
-        _refuse_patterns(self.clip, model)
+        refuse_patterns(self.clip, model)
         self.with_model(model)
         for _, engine in list(self.known.values()):
             engine.names.use(model, engine.names.optimizers)
@@ -86,15 +143,18 @@ class OptimizerEngines:
         """The engine of an optimizer, made when it is first met."""
         known = self.known.get(id(optimizer))
         if known is not None and known[0]() is optimizer:
+            if len(self._places) > 1:
+                known[1].names.first_group = self._first_group(optimizer)
             return known[1]
-        mine, place = weakref.ref(self), id(optimizer)
+        mine, number = weakref.ref(self), id(optimizer)
 
         def forget(gone: object) -> None:
             """Its parameters are not kept either."""
             engines = mine()
-            known = None if engines is None else engines.known.get(place)
+            known = None if engines is None else engines.known.get(number)
             if engines is not None and known is not None and known[0] is gone:
-                del engines.known[place]
+                del engines.known[number]
+                engines._place_of.pop(number, None)
 
         try:
             ref: Callable[[], Any] = weakref.ref(optimizer, forget)
@@ -106,30 +166,104 @@ class OptimizerEngines:
             self._refuse_untold(optimizer, names)
         engine = Engine(self.scale or NoScale(), self.clip, names=names)
         engine.table, engine.owner = GradientTable(refuse_twice=False), ref
-        if self._loaded:
-            signature = _signature(optimizer, engine.names)
-            saved = self._place(signature)
-            if saved is not None:
-                state = self._loaded.pop(saved)
-                params = list(every_parameter([optimizer]))
-                if len(state["names"]) < len(params):  # Others have been added since.
-                    at = {name: k for k, name in enumerate(signature["names"])}
-                    params = [params[at[name]] for name in state["names"]]
-                engine.recall(state["memory"], params)
-        self.known[place] = ref, engine
+        if not isinstance(self.clip, NoClip):  # Else nothing is learned, and nothing numbered.
+            self._place_of[number] = self._take_place(optimizer, ref, engine)
+            names.first_group = self._first_group(optimizer)
+        self.known[number] = ref, engine
         return engine
+
+    def _take_place(self, optimizer: Any, ref: Callable[[], Any], engine: Engine) -> _Place:
+        """Gives an optimizer its place, and its engine what is known there."""
+        signature = signature_of(optimizer, engine.names)
+        place = self._place_for(optimizer, signature)
+        before, params = place.ref(), list(every_parameter([optimizer]))
+        if place.saved is not None:
+            known = known_places(signature, place.saved)
+            if known is not None:
+                engine.recall(place.saved["memory"], [params[k] for k in known])
+            elif not self.clip.by_parameter:
+                engine.recall(place.saved["memory"], params)
+            else:
+                self._warn_of_a_stranger(signature)
+        elif before is not None:
+            memory = self.known[id(before)][1].memory_for(params)
+            engine.recall(save_memory(memory), params)
+        place.ref, place.saved, place.owner, place.signature = ref, None, _nobody, signature
+        return place
+
+    def _first_group(self, optimizer: Any) -> int:
+        """The number of the first of its groups: they are counted over all optimizers."""
+        mine = self._place_of[id(optimizer)]
+        before = itertools.takewhile(lambda place: place is not mine, self._places)
+        return sum(place.groups for place in before)
+
+    def _place_for(self, optimizer: Any, mine: dict[str, Any]) -> _Place:
+        """The place of an optimizer that is met for the first time.
+
+        The one that a checkpoint kept for it; or that of another one over the same parameters, or
+        of one that is gone, as where an optimizer is made anew; or a new one.
+        """
+        waiting = [place for place in self._places if place.saved is not None]
+        for place in waiting:
+            if place.owner() is optimizer:
+                return place
+        if waiting:
+            found = self._told_apart(optimizer, mine, waiting)
+            if found is not None:
+                return found
+        params = [id(param) for param in every_parameter([optimizer])]
+        gone: list[_Place] = []
+        for place in self._places:
+            other = place.ref()
+            if other is not None and params == [id(param) for param in every_parameter([other])]:
+                return place
+            if other is None and place.saved is None:
+                gone.append(place)
+        again = [place for place in gone if places_of(mine, [place.signature])]
+        if not gone:
+            self._places.append(_Place())
+        return (again or gone or self._places[-1:])[0]
+
+    def _told_apart(
+        self, optimizer: Any, mine: dict[str, Any], waiting: Sequence[_Place]
+    ) -> _Place | None:
+        """The one of `waiting` that was kept for this optimizer; None if none was.
+
+        Raises:
+            BadState: it may be each of several, which have learned different things.
+        """
+        saved = [place.saved for place in waiting if place.saved is not None]
+        places = places_of(mine, saved)
+        if not places:
+            if self.clip.learns:
+                self._warn_of_a_stranger(mine)
+            return None
+        if _must_tell(self.clip, [saved[place] for place in places]):
+            raise _untold(self.clip, len(places), mine["names"])
+        return waiting[places[0]]
+
+    def _warn_of_a_stranger(self, mine: dict[str, Any]) -> None:
+        _logger.warning(
+            "%s starts afresh for an optimizer of %d parameters (%s, ...): the state_dict that was "
+            "loaded does not know it. Parameters that were added since are told from the others by "
+            "their names, GradScaler(model=...).",
+            self.clip.policy_name,
+            len(mine["names"]),
+            ", ".join(mine["names"][:1]),
+        )
 
     def _refuse_untold(self, optimizer: Any, names: Names) -> None:
         """Raises if the clip goes by names, or its memory does, and they cannot be told here."""
-        mine = _signature(optimizer, names)
+        mine = signature_of(optimizer, names)
         if not any(map(is_unnamed, mine["names"])):
             return
         groups = {group.get("name") for group in optimizer.param_groups}
         keys = [key for key in self.clip.misfits((), ()) if isinstance(key, str)]
-        why = next((repr(key) for key in keys if key not in groups or set(key) & _IN_A_PATTERN), "")
-        if self._loaded:
-            alike = [state for state in self._loaded if state["sizes"] == mine["sizes"]]
-            if len(alike) > 1 or self.clip.by_parameter:
+        why = next((repr(key) for key in keys if key not in groups or set(key) & IN_A_PATTERN), "")
+        waiting = [place for place in self._places if place.saved is not None]
+        if waiting and all(place.owner() is not optimizer for place in waiting):
+            sizes = [place.saved["sizes"] for place in waiting if place.saved is not None]
+            if sizes.count(mine["sizes"]) > 1 or self.clip.by_parameter:
                 why = why or "what it has learned so far"
         if why:
             place = next(filter(is_unnamed, mine["names"]))
@@ -145,18 +279,8 @@ class OptimizerEngines:
         if not self.known or self._warned_of_misfits:
             return
         self._warned_of_misfits = True
-        names: list[str] = []
-        groups: list[tuple[int, str | None]] = []
-        for ref, engine in list(self.known.values()):
-            optimizer = ref()
-            if optimizer is not None:
-                names += engine.names.of(every_parameter([optimizer]))
-                groups += engine.names.groups()
-        for message in self.clip.misfits(names, groups).values():
-            warnings.warn(
-                f"{message} If it is meant for an optimizer that has not stepped yet, all is well.",
-                stacklevel=users_line(),
-            )
+        alive = [engine for ref, engine in list(self.known.values()) if ref() is not None]
+        warn_of_misfits(self.clip, [engine.names for engine in alive])
 
     def saved_clip(self) -> dict[str, Any]:
         """The clip policy and what it has learned, in plain numbers.
@@ -174,64 +298,44 @@ class OptimizerEngines:
         states = saved["states"]
         fit = isinstance(states, (list, tuple))
         for state in states if fit else ():
-            fit = fit and isinstance(state, Mapping) and set(state) == _FIELDS
-            fit = fit and isinstance(state["names"], list) and isinstance(state["sizes"], list)
-            fit = fit and len(state["names"]) == len(state["sizes"])
+            fit = fit and isinstance(state, Mapping) and "memory" in state
+            fit = fit and set(state) <= {*FIELDS, "memory"} and fits_signature(state)
         if not fit:
             raise BadState(
                 f"what the clip policy has learned, in the state_dict, does not fit: {states!r:.80}"
             )
         for state in states:
             load_memory(policy, state["memory"], len(state["names"]))
+            same = [each for each in states if all(each.get(k) == state.get(k) for k in _TELLING)]
+            if _must_tell(policy, same):
+                raise _untold(policy, len(same), state["names"])
         try:
-            _refuse_patterns(policy, model)
+            refuse_patterns(policy, model)
         except ValueError as error:
-            raise BadState(f"the clip policy in the state_dict does not fit: {error}") from error
+            raise BadState(
+                f"the clip policy in the state_dict does not fit: {error} To keep the one that "
+                "this scaler was made with: load_state_dict(..., policies='scaler')."
+            ) from error
         return policy, [dict(state) for state in states]
 
     def go_on_with(self, clip: ClipPolicy, memories: list[dict[str, Any]]) -> None:
         """Starts afresh with a policy and memories that `checked_clip` has found."""
-        self.clip, self.known, self._loaded = clip, {}, memories
+        self.clip, self.known, self._place_of = clip, {}, {}
+        self._places = [_Place(saved=memory) for memory in memories]
 
     def _learned(self) -> list[dict[str, Any]]:
-        known = []
-        for ref, engine in list(self.known.values()):
-            optimizer = ref()
-            if optimizer is not None:
-                signature = _signature(optimizer, engine.names)
+        """What is known of each optimizer, in the order of their places."""
+        states: list[dict[str, Any]] = []
+        for place in self._places:
+            optimizer = place.ref()
+            if place.saved is not None:
+                states.append(place.saved)
+            elif optimizer is not None:
+                engine = self.known[id(optimizer)][1]
                 memory = engine.memory_for(list(every_parameter([optimizer])))
-                known.append({**signature, "memory": save_memory(memory)})
-        return known + self._loaded
-
-    def _place(self, mine: dict[str, list[Any]]) -> int | None:
-        """Which of the loaded memories is of these parameters; None if none is."""
-        for place, state in enumerate(self._loaded):
-            if all(state[key] == mine[key] for key in ("names", "sizes")):
-                return place
-        for place, state in enumerate(self._loaded):
-            if state["sizes"] == mine["sizes"]:
-                pairs = zip(mine["names"], state["names"], strict=True)
-                agree = all(
-                    one == other or any(map(is_unnamed, (one, other))) for one, other in pairs
-                )
-                if agree or called_alike(mine["names"], state["names"]):
-                    return place
-        sizes = dict(zip(mine["names"], mine["sizes"], strict=True))
-        for place, state in enumerate(self._loaded):
-            known = dict(zip(state["names"], state["sizes"], strict=True))
-            told = all(sizes.get(name) == size for name, size in known.items())
-            if known and told and not any(map(is_unnamed, known)):
-                return place  # Of these parameters before others were added to them.
-        if self.clip.learns:
-            _logger.warning(
-                "%s starts afresh for an optimizer of %d parameters (%s, ...): the state_dict that "
-                "was loaded does not know it. Parameters that were added since are told from the "
-                "others by their names, GradScaler(model=...).",
-                self.clip.policy_name,
-                len(mine["names"]),
-                mine["names"][0],
-            )
-        return None
+                signature = signature_of(optimizer, engine.names)
+                states.append({**signature, "memory": save_memory(memory)})
+        return states
 
 
 class _IfAlive(Sequence[Any]):
@@ -284,16 +388,22 @@ def _described(parameter: tuple[str, tuple[int, ...]] | None) -> str:
     return "no more" if parameter is None else f"{parameter[0]} of shape {parameter[1]}"
 
 
-def _refuse_patterns(policy: ClipPolicy, model: Any) -> None:
-    """Raises if what is surely a pattern of names fits nothing; a group may still come."""
-    if model is None:
-        return
-    every = Names(model, ()).every()
-    for key, message in policy.misfits(every, [(-1, None)] * len(every)).items():
-        if isinstance(key, str) and (isinstance(policy, AdaptiveClip) or set(key) & _IN_A_PATTERN):
-            raise ValueError(message)
+def _must_tell(clip: ClipPolicy, alike: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether it matters to `clip` which of these states an optimizer gets."""
+    if len(alike) < 2:
+        return False
+    by_number = any(isinstance(key, int) for key in clip.misfits((), ()))
+    return by_number or any(state["memory"] != alike[0]["memory"] for state in alike)
 
 
-def _signature(optimizer: Any, names: Names) -> dict[str, list[Any]]:
-    params = list(every_parameter([optimizer]))
-    return {"names": names.of(params), "sizes": [param.numel() for param in params]}
+def _untold(clip: ClipPolicy, count: int, names: Sequence[str]) -> BadState:
+    """What to raise if it cannot be told which of several states is an optimizer's."""
+    named = ", ".join(names[:2])
+    return BadState(
+        f"the state_dict has what clip={clip.policy_name}(...) knows of {count} optimizers whose "
+        f"parameters have the same names and shapes ({named}, ...). Which optimizer is which "
+        "cannot be told, and the order of their steps is no proof. Name the parameters in the run "
+        'that saves and in the one that loads: GradScaler(..., model={"one": model, "other": '
+        "other}). To go on from this state_dict without what was learned: "
+        f"state_dict[{SCALERS!r}]['clip']['states'] = ()."
+    )

@@ -7,29 +7,59 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradilocks.clip import ClipPolicy
 from gradilocks.errors import BadState, MissingKey
+from gradilocks.policy import Policy
 from gradilocks.scale import DynamicScale, ScalePolicy, bounds_in_float32
 from gradilocks.state.checkpoint import SCALERS as KEY
-from gradilocks.state.checkpoint import load_scale, rebuild, with_settings
+from gradilocks.state.checkpoint import (
+    check_scale,
+    describe,
+    fitted_memory,
+    fitted_scale,
+    load_scale,
+    rebuild,
+    save_scale,
+    with_settings,
+)
 from gradilocks.state.other_scalers import OtherScaler
 from gradilocks.values import ScaleState
 
 __all__ = [
+    "TORCHS",
+    "TorchsRule",
     "check_state",
     "checked_policies",
+    "fitted_clip",
+    "fitted_state",
     "has_torchs_numbers",
     "policy_from",
     "set_scale",
     "state_from",
 ]
 
-_TORCHS = ("growth_factor", "backoff_factor", "growth_interval")
+TORCHS = ("growth_factor", "backoff_factor", "growth_interval")
+"""The settings of torch's rule."""
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+@dataclass(frozen=True)
+class TorchsRule(Policy):
+    """torch's rule with a GradScaler's own numbers, as a policy that can be compared."""
+
+    growth_factor: Any
+    backoff_factor: Any
+    growth_interval: Any
+
+    @property
+    def policy_name(self) -> str:
+        return "GradScaler"
 
 
 def check_state(state: Mapping[str, Any], *, lowest: float, highest: float, delay: int = 0) -> None:
@@ -97,7 +127,7 @@ def set_scale(
 
 def has_torchs_numbers(state_dict: Mapping[str, Any]) -> bool:
     """Whether torch's settings are there; `check_state` says what is missing."""
-    return all(name in state_dict for name in _TORCHS)
+    return all(name in state_dict for name in TORCHS)
 
 
 def checked_policies(
@@ -121,8 +151,8 @@ def checked_policies(
             kind = what.get("name") if isinstance(what, Mapping) else "?"
             raise BadState(
                 f"the state_dict was saved with {word}={kind}(...), this scaler has "
-                f"none. Make it with {word}={kind}(...), or take {KEY!r} out of the "
-                "state_dict to go on without what it has learned."
+                f"none. Make it with {word}={kind}(...), or go on without what it has learned: "
+                "load_state_dict(..., policies='scaler')."
             )
     return ours
 
@@ -169,7 +199,7 @@ def policy_from(
             f"the state_dict is one of {system} and needs a DynamicScale, this scaler has "
             f"policy={policy.policy_name}(...). Start without the state_dict."
         )
-    settings = {name: state_dict[name] for name in _TORCHS}
+    settings = {name: state_dict[name] for name in TORCHS}
     made: ScalePolicy = with_settings(policy, settings if foreign is None else foreign.settings)
     return made
 
@@ -182,3 +212,69 @@ def state_from(
     if foreign is not None and foreign.hysteresis is not None:
         fresh.hysteresis.fill_(foreign.hysteresis)
     return fresh
+
+
+def fitted_state(
+    state_dict: Mapping[str, Any],
+    policy: ScalePolicy | None,
+    clip: ClipPolicy | None,
+    *,
+    numbers: Mapping[str, Any],
+    bounds: tuple[float, float],
+    start: float,
+) -> dict[str, Any]:
+    """A state_dict that was saved with other policies or settings, made to fit a scaler's.
+
+    Args:
+        state_dict: with torch's keys; also one of a GradientControl.
+        policy, clip: of the scaler; None for torch's rule, and for no clip.
+        numbers: torch's settings, as the scaler has them.
+        bounds: of the scale.
+        start: the scale to start from if `state_dict` was saved without one.
+    """
+    ours, theirs = (_mapping(state_dict.get(key)) for key in (KEY, "gradilocks"))
+    kept = _mapping(ours.get("scale"))
+    before = kept.get("policy")
+    if theirs:
+        before = theirs.get("scale_policy")
+        kept = {"hysteresis": theirs.get("hysteresis"), "state": theirs.get("scale_state") or {}}
+    by_torch = not kept
+    scale, tracker = state_dict.get("scale"), state_dict.get("_growth_tracker", 0)
+    if _mapping(before).get("name") == "NoScale":
+        scale = start
+    elif scale is not None:
+        scale = min(max(check_scale(scale), bounds[0]), bounds[1])
+    made: dict[str, Any] = {**numbers, "scale": scale, "_growth_tracker": tracker}
+    parts: dict[str, Any] = {"scale": None, "clip": None}
+    if policy is not None:
+        if by_torch:
+            plain = DynamicScale()
+            before, kept = describe(plain), save_scale(plain, plain.start(torch.device("cpu")))
+        made["_growth_tracker"], parts["scale"] = fitted_scale(
+            policy, before, tracker=tracker, kept=kept
+        )
+    elif isinstance(tracker, int):
+        moves_alike = by_torch or _mapping(before).get("name") == "DynamicScale"
+        made["_growth_tracker"] = max(tracker, 0) if moves_alike else 0
+    if clip is not None:
+        parts["clip"] = fitted_clip(ours.get("clip"), clip)
+    if policy is not None or clip is not None:
+        made[KEY] = parts
+    return {key: value for key, value in made.items() if value is not None}
+
+
+def fitted_clip(saved: Any, clip: ClipPolicy) -> dict[str, Any]:
+    """What a scaler has saved of its clip policy, made to fit another."""
+    before, states = _mapping(saved).get("policy"), _mapping(saved).get("states", ())
+    if isinstance(states, (list, tuple)):
+        states = tuple(
+            {**state, "memory": fitted_memory(clip, before, state.get("memory"))}
+            if isinstance(state, Mapping)
+            else state
+            for state in states
+        )
+    return {"policy": describe(clip), "states": states}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -182,6 +182,10 @@ def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:
         tensors: dense tensors on one device.
         bound: 0-d, on that device, not negative.
     """
+    if any(map(Tensor.is_complex, tensors)):
+        for tensor in filter(Tensor.is_complex, tensors):
+            _bound_complex_(tensor, bound)
+        tensors = [tensor for tensor in tensors if not tensor.is_complex()]
     if bound.device.type != "cpu":
         for tensor in tensors:
             limit = bound.to(tensor.dtype)
@@ -193,6 +197,14 @@ def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:
     if bounded:
         clamp_min_(bounded, -value)
         clamp_max_(bounded, value)
+
+
+def _bound_complex_(tensor: Tensor, bound: Tensor) -> None:
+    """Bounds magnitudes and keeps directions; what has an Inf has none, and stays as it is."""
+    exact = wide(tensor.device).to_complex()  # A magnitude may be more than its parts' type holds.
+    size = tensor.to(exact).abs()
+    over = (size > bound) & torch.isfinite(size)
+    tensor.copy_(torch.where(over, tensor.to(exact) * (bound / size), tensor))
 
 
 def _factor(tensor: Tensor, factor: float) -> float | Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from gradilocks import runfile
 from gradilocks._torch import unseen_by_modes
+from gradilocks.dropin import GradScaler
 from gradilocks.errors import BadRunFile
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.names import Names, name_parameters, prefixed
@@ -47,6 +48,7 @@ from gradilocks.record.environment import rank_here
 from gradilocks.record.file_writer import RunFileWriter
 from gradilocks.record.journal import Journal
 from gradilocks.step.events import Clip, Step, StepListener
+from gradilocks.step.half_sgd import hardly_steps
 from gradilocks.step.table import every_parameter, parameter_list
 
 __all__ = ["Guard", "ScriptRecorder", "StepRecorder"]
@@ -390,7 +392,7 @@ class StepRecorder(StepListener):
         self, make_recorder: Callable[[], ScriptRecorder], warn: Callable[[str], None]
     ) -> None:
         self._make_recorder, self._warn = make_recorder, warn
-        self._reads_weights = True
+        self._reads_weights, self._has_told_of_stuck = True, False
         self.measures = False
         self.seen = 0
         self._introductions: dict[int, Callable[[], _Introduction | None]] = {}  # By optimizer.
@@ -422,7 +424,11 @@ class StepRecorder(StepListener):
         recorder = self.recorder_now()
         if not (recorder.writes or has_other_ranks()):
             return
+        is_new = id(optimizer) not in self._introductions
         known = self._introduced(optimizer, params)
+        # Gradilocks' own scaler steps such an optimizer another way.
+        if is_new and not isinstance(step.driver, GradScaler) and hardly_steps(optimizer):
+            self._tell_of_stuck()
         parts, detail = known.parts, recorder.wants_detail(known.index)
         if not recorder.writes:
             if parts is None and not self.measures:
@@ -436,6 +442,16 @@ class StepRecorder(StepListener):
             self._read(step, attempt)
         if step.driver is optimizer:  # Which is about to change its parameters.
             self._read_weights(attempt)
+
+    def _tell_of_stuck(self) -> None:
+        """Once: the script may have many optimizers."""
+        if not self._has_told_of_stuck:
+            self._has_told_of_stuck = True
+            self._warn(
+                "torch's fused SGD leaves float16 and bfloat16 weights on a CPU as they are, but "
+                "for a few elements at the end of each (pytorch issue 191763). Make it with "
+                "fused=False, or run with --swap-optimizer SGD."
+            )
 
     def _read(self, step: Step, attempt: _Attempt, loss: object = None) -> None:
         """Reads the gradients, and the loss that they came from."""

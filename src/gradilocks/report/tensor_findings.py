@@ -283,6 +283,11 @@ def _nothing_moves(track: Track) -> Finding:
             f"The weights are held in {narrow[0]}, which rounds such small changes away: keep "
             "float32 copies (gradilocks.optim does), or raise the learning rate."
         )
+        if track.optimizer.kind == "SGD":
+            told += (
+                " If they lie on a CPU and this SGD is fused, it is torch that leaves them as they "
+                "are (pytorch issue 191763): fused=False moves them, and so does gradilocks.optim."
+            )
     else:
         told += (
             "The learning rate is so small that the change is rounded away, or something writes "

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks.policy import check_count, number
+from gradilocks.policy import check_count, check_positive, number
 from gradilocks.scale.scale_policy import (
     HIGHEST,
+    LARGEST,
     SMALLEST,
     AdaptedScale,
     NoScale,
@@ -38,7 +39,7 @@ class DynamicScale(ScalePolicy):
         skipped step:  tracker = -delay;  hysteresis -= 1
                        if hysteresis <= 0 and the share of overflows >= tolerance:
                            scale = max(scale * backoff_factor, min_scale)
-        taken step:    tracker += 1
+        taken step:    tracker += 1;  with consecutive_hysteresis, hysteresis is full again
                        if tracker >= growth_interval:  tracker = 0;  hysteresis is full again
                            if scale * growth_factor <= max_scale:  scale *= growth_factor
 
@@ -58,6 +59,8 @@ class DynamicScale(ScalePolicy):
         delay: so many more finite steps before the first growth after a start or an overflow.
         tolerance: back off only when the non-finite steps since the last time are this share of
             the steps since the scale last moved; 0 for every time.
+        consecutive_hysteresis: whether every finite step refills the hysteresis, so that only
+            non-finite steps in a row use it up.
 
     Example:
         >>> policy = DynamicScale(init_scale=8.0)
@@ -79,14 +82,30 @@ class DynamicScale(ScalePolicy):
     hysteresis: int = 1
     delay: int = 0
     tolerance: float = 0.0
+    consecutive_hysteresis: bool = False
 
     @classmethod
-    def torch(cls) -> DynamicScale:
+    def torch(
+        cls,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> DynamicScale:
         """As torch.amp.GradScaler: from 2^16, ×2 after 2000 finite steps, ÷2 at every overflow.
+        (torch's has no floor; here it is the smallest normal float32.)
 
         Reference: torch/amp/grad_scaler.py. Use it to go on with a run of torch's scaler.
         """
-        return cls(min_scale=SMALLEST, max_scale=HIGHEST)
+        return cls(
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            min_scale=SMALLEST,
+            max_scale=LARGEST,
+        )
 
     @classmethod
     def megatron(
@@ -119,10 +138,11 @@ class DynamicScale(ScalePolicy):
         growth_interval: int = 1000,
         min_scale: float = 1.0,
         hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
     ) -> DynamicScale:
         """As DeepSpeed: from 2^16 and never below 1, with hysteresis; after a start or an overflow
-        the first growth takes one finite step more. (DeepSpeed ends a run that overflows at the
-        floor; here `give_up_after` does.)
+        the first growth takes one finite step more. DeepSpeed ends a run that overflows at the
+        floor; here the scale stays there, and `give_up_after` of a GradientControl ends the run.
 
         Reference: DynamicLossScaler in deepspeed/runtime/fp16/loss_scaler.py. Use it to go on with
         a run of DeepSpeed's.
@@ -134,6 +154,7 @@ class DynamicScale(ScalePolicy):
             max_scale=HIGHEST,
             hysteresis=hysteresis,
             delay=1,
+            consecutive_hysteresis=consecutive_hysteresis,
         )
 
     @classmethod
@@ -143,18 +164,26 @@ class DynamicScale(ScalePolicy):
         init_scale: float = 2.0**7,
         growth_interval: int = 2**14,
         tolerance: float = 0.0,
+        min_loss_scale: float = 1e-4,
     ) -> DynamicScale:
-        """As fairseq: from 2^7 and never below 2^-13, where fairseq ends the run; backs off when
-        the share of overflows since the scale last moved reaches `tolerance`. Divide the interval
-        by the number of data-parallel ranks and of accumulated batches, as fairseq does.
+        """As fairseq: from 2^7 and always above `min_loss_scale`; backs off when the share of
+        overflows since the scale last moved reaches `tolerance`. Divide the interval by the number
+        of data-parallel ranks and of accumulated batches, as fairseq does. fairseq ends the run
+        where the scale would fall to `min_loss_scale`; here it stays above it, and `give_up_after`
+        of a GradientControl ends the run.
 
         Reference: DynamicLossScaler in fairseq/optim/dynamic_loss_scaler.py. Use it to go on with a
         run of fairseq's.
         """
+        check_positive("min_loss_scale", min_loss_scale)
+        check_positive("init_scale", init_scale)
+        lowest = number("init_scale", init_scale)
+        while lowest / 2.0 > min_loss_scale and lowest / 2.0 >= SMALLEST:
+            lowest /= 2.0
         return cls(
             init_scale=init_scale,
             growth_interval=growth_interval,
-            min_scale=2.0**-13,
+            min_scale=lowest,
             max_scale=HIGHEST,
             tolerance=tolerance,
         )
@@ -165,6 +194,11 @@ class DynamicScale(ScalePolicy):
             check_count(name, getattr(self, name), lowest=lowest)
         if not 0.0 <= number("tolerance", self.tolerance) <= 1.0:
             raise ValueError(f"tolerance must lie between 0 and 1, got {self.tolerance}.")
+        given: object = self.consecutive_hysteresis
+        if not isinstance(given, bool):
+            raise TypeError(
+                f"consecutive_hysteresis must be True or False, got {type(given).__name__}."
+            )
         if self.hysteresis > _MOST:
             raise ValueError(f"hysteresis must be at most {_MOST}, got {self.hysteresis}.")
 
@@ -178,11 +212,18 @@ class DynamicScale(ScalePolicy):
         return state
 
     def advance(self, state: ScaleState, skip: Tensor, **unused: Tensor | None) -> None:
-        advance_dynamic(state, skip, self._rules, delay=self.delay, tolerance=self.tolerance)
+        advance_dynamic(
+            state,
+            skip,
+            self._rules,
+            delay=self.delay,
+            tolerance=self.tolerance,
+            consecutive=self.consecutive_hysteresis,
+        )
 
     def rules(self) -> ScaleRules | None:
-        followed = type(self) is DynamicScale and not self.delay and not self.tolerance
-        return self._rules if followed else None
+        more = self.delay or self.tolerance or self.consecutive_hysteresis
+        return self._rules if type(self) is DynamicScale and not more else None
 
     @functools.cached_property
     def _rules(self) -> ScaleRules:
@@ -207,6 +248,7 @@ def advance_dynamic(
     *,
     delay: int = 0,
     tolerance: float = 0.0,
+    consecutive: bool = False,
 ) -> None:
     """The rule of DynamicScale, also for a GradScaler, whose factors may change in mid-run.
 
@@ -216,10 +258,12 @@ def advance_dynamic(
         rules: factors, interval, bounds and hysteresis.
         delay: as DynamicScale's.
         tolerance: as DynamicScale's; `state.more` has "since" and "overflows" then.
+        consecutive: as DynamicScale's `consecutive_hysteresis`.
     """
     device = state.scale.device
     backend = kernels.BACKENDS[device.type]
-    if backend.BY_ADDRESS and not (delay or tolerance) and skip.device == device:
+    alone = not (delay or tolerance or consecutive)
+    if backend.BY_ADDRESS and alone and skip.device == device:
         try:
             cast("kernels.SettlingBackend", backend).advance(state, skip, rules.numbers())
         except kernels.KernelFailed:  # The user has been warned, and nothing has moved.
@@ -232,7 +276,8 @@ def advance_dynamic(
     scale = state.scale.to(torch.float32 if device.type == "mps" else torch.float64)
     tracker = torch.where(skipped, -delay, state.growth_tracker + 1)
     full = tracker >= interval
-    left = torch.where(skipped, state.hysteresis - 1, state.hysteresis)
+    kept = rules.hysteresis if consecutive else state.hysteresis
+    left = torch.where(skipped, state.hysteresis - 1, kept)
     backs_off = skipped & (left <= 0)
     if tolerance:
         since, overflows = state.more["since"] + 1, state.more["overflows"] + skipped

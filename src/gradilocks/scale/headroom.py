@@ -26,6 +26,7 @@ class HeadroomScale(ScalePolicy):
                        room = floor(log2(largest_value / largest magnitude)) - margin
                        scale = scale * 2^room, but not above the ceiling
                        every `growth_interval` taken steps in a row:  ceiling *= growth_factor
+        all are zero:  room = 4, as long as no step has had a gradient other than zero; else 0
         overflow:      ceiling = scale = scale * backoff_factor;  held, if that is less
         loss is NaN:   nothing; no scale can help (but see below)
 
@@ -34,6 +35,10 @@ class HeadroomScale(ScalePolicy):
     parameter's gradient shows; so the scale that overflowed is remembered, and tried again only
     after `growth_interval` finite steps. If it was a leap that overflowed, the scale falls back to
     the last one that held and feels its way up from there, doubling at each step until one fails.
+
+    Gradients that are all zero may have vanished, so the scale grows 16-fold at each such step, up
+    to its bounds. That ends for good with the first gradient that is not zero, be it Inf: from then
+    on a step of zeros leaves the scale as it is.
 
     Of ranks that average their gradients (DistributedDataParallel) each knows its own loss only,
     and all must keep one scale without a word: there a loss that is NaN counts as an overflow.

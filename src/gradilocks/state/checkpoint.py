@@ -9,7 +9,9 @@ loads what the other saved.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +29,7 @@ from gradilocks.scale import (
     bounds_in_float32,
     resolve_scale,
 )
+from gradilocks.state.optimizer_match import fits_signature
 from gradilocks.state.other_scalers import recognize
 from gradilocks.step.diagnose import Symptom
 from gradilocks.step.outcome import fetch
@@ -39,23 +42,30 @@ __all__ = [
     "check_scale",
     "describe",
     "fitted",
+    "fitted_memory",
+    "fitted_scale",
     "load",
     "load_memory",
     "load_scale",
+    "parts_in",
     "rebuild",
     "refill",
     "save",
     "save_memory",
     "save_scale",
+    "tell_replaced",
     "with_settings",
 ]
 
+_logger = logging.getLogger("gradilocks")
 VERSION = 1
 SCALERS = "gradilocks_scaler"
 """Where the state_dict of a GradScaler has what torch's does not; torch's passes it over."""
 _TORCH_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 _OUR_KEYS = ("version", "scale_policy", "clip_policy", "hysteresis", "steps", "streak")
 _HOST = torch.device("cpu")
+_FLOAT = "float"
+"""In a checkpoint, says that the text after it is a number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,48 +237,40 @@ def fitted(
     """A checkpoint that was saved with other policies or settings, made to fit these.
 
     The scale is taken as far as its bounds allow, and what a policy has learned if it is of the
-    same class. Of another scaler's checkpoint the scale is left, and of a control that does not
-    scale, nothing.
+    same class and fits its settings. Of another scaler's checkpoint the scale is left, and of a
+    control that does not scale, nothing.
 
     Args:
-        saved: from `save`, or from torch's `GradScaler.state_dict()`.
+        saved: from `save`, or from a `state_dict` of torch's GradScaler or another system's.
         scale_policy, clip_policy: to go on with.
         steps: how many there have been, if `saved` does not know.
     """
     fresh = scale_policy.start(_HOST)
     lowest, highest = scale_policy.bounds()
-    scale = min(max(check_scale(saved["scale"]), lowest), highest) if "scale" in saved else None
+    saved = {key: value for key, value in saved.items() if key != SCALERS}
     ours = saved.get("gradilocks")
     if not isinstance(ours, Mapping):
+        other = recognize(saved, scale_policy)
+        saved = saved if other is None else other.as_torch_saves()
         nothing: dict[str, Any] = {"memory": None, "parameters": None, "streak": 0}
         made = save(scale_policy, clip_policy, fresh, steps=steps, **nothing)
         ours, saved = made["gradilocks"], {**made, **saved}
+    scale = min(max(check_scale(saved["scale"]), lowest), highest) if "scale" in saved else None
     ours = dict(ours)
-    name = ours.get("clip_policy", {}).get("name")
-    if name != clip_policy.policy_name or name == "Chain":
-        ours["clip_state"] = None
+    memory = fitted_memory(clip_policy, ours.get("clip_policy"), ours.get("clip_state"))
+    if memory is None:
         ours.pop("clip_parameters", None)
-    ours["clip_policy"] = describe(clip_policy)
-    tracker = saved.get("_growth_tracker", 0)
-    before = ours.get("scale_policy", {}).get("name")
-    kept = save_scale(scale_policy, fresh)
-    if before != scale_policy.policy_name:
-        scale = None if before == "NoScale" else scale
-        ours |= {"hysteresis": kept["hysteresis"], "scale_state": kept["state"]}
-        tracker = _plain(fresh.growth_tracker)
-    else:
-        tracker = _check_count("_growth_tracker", tracker, lowest=-(2**31))
-        tracker = max(tracker, -scale_policy.delay)
-        more = ours.get("scale_state")
-        ours["scale_state"] = {}
-        more = more if isinstance(more, Mapping) else {}
-        for name, start in kept["state"].items():
-            value = more.get(name, start)
-            if name in scale_policy.kept_scales:
-                value = min(max(_check_number(name, value), lowest), highest)
-            ours["scale_state"][name] = value
-    ours["scale_policy"] = describe(scale_policy)
-    parts = ours.get("parts") or ()
+    ours["clip_state"], ours["clip_policy"] = memory, describe(clip_policy)
+    before = ours.get("scale_policy")
+    kept = {"hysteresis": ours.get("hysteresis"), "state": ours.get("scale_state") or {}}
+    tracker, kept = fitted_scale(
+        scale_policy, before, tracker=saved.get("_growth_tracker", 0), kept=kept
+    )
+    if _kind_of(before) == "NoScale" != scale_policy.policy_name:
+        scale = None
+    ours |= {"hysteresis": kept["hysteresis"], "scale_state": kept["state"]}
+    ours["scale_policy"] = kept["policy"]
+    parts = parts_in({"gradilocks": ours}).items()
     ours["parts"] = tuple((k, fitted(each, scale_policy, clip_policy)) for k, each in parts) or None
     return {
         **saved,
@@ -276,6 +278,126 @@ def fitted(
         "_growth_tracker": tracker,
         "gradilocks": ours,
     }
+
+
+def parts_in(saved: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """What a control's checkpoint has of optimizers that were stepped alone, by their number."""
+    ours = saved.get("gradilocks")
+    pairs = (ours.get("parts") or ()) if isinstance(ours, Mapping) else ()
+    try:
+        parts = {operator.index(number): state for number, state in pairs}
+    except (TypeError, ValueError) as error:
+        raise BadState(f"parts in the state_dict do not fit: {pairs!r:.80}.") from error
+    for state in parts.values():
+        if not isinstance(state, Mapping) or not isinstance(state.get("gradilocks"), Mapping):
+            raise BadState(f"parts in the state_dict do not fit: {pairs!r:.80}.")
+        whose = state["gradilocks"].get("optimizer")
+        if whose is not None and not (isinstance(whose, Mapping) and fits_signature(whose)):
+            raise BadState(f"an optimizer in the state_dict does not fit: {whose!r:.80}.")
+        _check_count("steps", state["gradilocks"].get("steps"))
+    return parts
+
+
+def fitted_scale(
+    policy: ScalePolicy, before: Any, *, tracker: Any, kept: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The growth tracker, and what `save_scale` returns, with which `policy` goes on.
+
+    Args:
+        policy: to go on with.
+        before: the policy that was saved, from `describe`.
+        tracker: the growth tracker that was saved.
+        kept: from `save_scale`.
+    """
+    fresh = policy.start(_HOST)
+    mine, state = save_scale(policy, fresh), kept["state"]
+    if _kind_of(before) != policy.policy_name:
+        return _plain(fresh.growth_tracker), mine
+    if isinstance(tracker, int):
+        tracker = max(tracker, -policy.delay)
+    most, hysteresis = getattr(policy.as_given, "hysteresis", None), kept["hysteresis"]
+    if isinstance(most, int) and isinstance(hysteresis, int):
+        hysteresis = min(most, hysteresis)
+    state = state if isinstance(state, Mapping) else {}
+    state = {name: state.get(name, start) for name, start in mine["state"].items()}
+    lowest, highest = policy.bounds()
+    for name in set(policy.kept_scales) & set(state):
+        state[name] = min(max(_check_number(name, state[name]), lowest), highest)
+    return tracker, {**mine, "hysteresis": hysteresis, "state": state}
+
+
+def fitted_memory(policy: ClipPolicy, before: Any, memory: Any) -> Any:
+    """What of a clip policy's memory `policy` can go on with; None for nothing.
+
+    Args:
+        policy: to go on with.
+        before: the policy that was saved, from `describe`.
+        memory: what it had learned, from `save_memory`.
+    """
+    if memory is None or _kind_of(before) != _kind_of(describe(policy)):
+        return None
+    fresh = policy.start(_HOST, 0) or {}
+    for name, tensor in fresh.items():
+        learned = memory.get(name) if isinstance(memory, Mapping) else None
+        other = isinstance(learned, list) and len(learned) != tensor.numel()
+        if other and name not in policy.by_parameter:
+            _logger.warning(
+                "%s starts afresh: what it has learned, in the state_dict, is of other settings "
+                "(%s has %d numbers there, and %d with those of now).",
+                policy.policy_name,
+                name,
+                len(learned or ()),
+                tensor.numel(),
+            )
+            return None
+    return memory
+
+
+def _kind_of(described: Any) -> Any:
+    """The class of a policy from `describe`; of a chain, those of its parts in order."""
+    if not isinstance(described, Mapping):
+        return None
+    name, config = described.get("name"), described.get("config")
+    if name == "Chain" and isinstance(config, Mapping):
+        parts = config.get("policies")
+        return (name, *map(_kind_of, parts if isinstance(parts, (list, tuple)) else ()))
+    return name
+
+
+def tell_replaced(before: Sequence[Any], after: Sequence[Any], owner: str, word: str) -> None:
+    """Says, in the log, which settings of the policies a checkpoint has replaced.
+
+    Args:
+        before: the policies that the owner had.
+        after: those that it has now, of the same classes.
+        owner: the class of what has loaded the checkpoint.
+        word: what it calls itself where one says whose settings count.
+    """
+    pairs = zip(before, after, strict=True)
+    settings = [text for one, other in pairs for text in _replaced(one, other)]
+    if settings:
+        _logger.warning(
+            "load_state_dict() has replaced settings of this %s by those of the checkpoint: %s. "
+            'policies="%s" keeps its own.',
+            owner,
+            ", ".join(settings),
+            word,
+        )
+
+
+def _replaced(before: Any, after: Any) -> list[str]:
+    """In which settings a policy differs from the one before, of the same class: old, then new."""
+    if before == after:
+        return []
+    if isinstance(before, Chain) and isinstance(after, Chain):
+        pairs = zip(before.policies, after.policies, strict=True)
+        return [text for each, other in pairs for text in _replaced(each, other)]
+    one, two = (dataclasses.asdict(policy.as_given) for policy in (before, after))
+    return [
+        f"{name} of {before.policy_name} from {one[name]!r} to {two[name]!r}"
+        for name in one
+        if one[name] != two[name] and name != "init_scale"  # Which has had its time.
+    ]
 
 
 def _load_from_others(
@@ -470,7 +592,32 @@ def describe(policy: Any) -> dict[str, Any]:
         config = dataclasses.asdict(given)
     if isinstance(given, ClipPerGroup):
         config["limits"] = [[key, bound] for key, bound in given.limits.items()]
-    return {"name": policy.policy_name, "config": config}
+    return {"name": policy.policy_name, "config": _as_json_has(config)}
+
+
+def _as_json_has(setting: Any) -> Any:
+    """A setting with ["float", "inf"] in the place of infinity, which strict JSON does not have.
+
+    A list, because torch.distributed.checkpoint takes one of plain values for one value.
+    """
+    if isinstance(setting, dict):
+        return {key: _as_json_has(value) for key, value in setting.items()}
+    if type(setting) in (list, tuple):
+        return type(setting)(map(_as_json_has, setting))
+    if isinstance(setting, float) and not math.isfinite(setting):
+        return [_FLOAT, str(float(setting))]
+    return setting
+
+
+def _from_json(saved: Any) -> Any:
+    """What `_as_json_has` was given."""
+    if isinstance(saved, Mapping):
+        return {key: _from_json(value) for key, value in saved.items()}
+    if type(saved) not in (list, tuple):
+        return saved
+    if len(saved) == 2 and saved[0] == _FLOAT and saved[1] in ("inf", "-inf", "nan"):
+        return float(saved[1])
+    return type(saved)(map(_from_json, saved))
 
 
 def rebuild(policy: Any, described: Any, kind: str, *, owner: str = "control") -> Any:
@@ -489,14 +636,15 @@ def rebuild(policy: Any, described: Any, kind: str, *, owner: str = "control") -
         maker = "chain" if name == "Chain" else name
         raise BadState(
             f"the state_dict was saved with the {kind} policy {name}, this {owner} has {present}. "
-            f"Make the {owner} with {argument}={maker}(...), or start without the state_dict."
+            f"Make the {owner} with {argument}={maker}(...), or start without the state_dict, or "
+            f"go on with its scale alone: load_state_dict(..., policies={owner!r})."
         )
     try:
         if isinstance(policy, Chain):
             parts = described["config"]["policies"]
             pairs = zip(policy.policies, parts, strict=True)
             return Chain(tuple(rebuild(each, part, kind, owner=owner) for each, part in pairs))
-        made = type(policy.as_given)(**described["config"])
+        made = type(policy.as_given)(**_from_json(described["config"]))
         return resolve_clip(made) if kind == "clip" else resolve_scale(made)
     except (KeyError, TypeError, ValueError) as error:
         raise BadState(f"the {kind} policy in the state_dict does not fit: {error}") from error

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.step.framework_wrappers import refuse_second_scaler
+from gradilocks.step.half_sgd import moving
 from gradilocks.step.own_step import inner_optimizers
 
 __all__ = ["BeforeStep", "step_with_closure"]
@@ -57,7 +58,7 @@ def step_with_closure(
     try:
         if gradients_are_waiting:
             require_finite()
-        optimizer.step(evaluate)
+        moving(optimizer, optimizer.step)(evaluate)
     except _Skipped:
         before.restore()
     except BaseException:

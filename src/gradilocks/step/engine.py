@@ -284,6 +284,8 @@ class Engine:
         """Of several ranks that hold the model, whether this one scales losses."""
         self.elsewhere = False
         """Whether other ranks may hold parameters that this one has nothing of."""
+        self.others_come = False
+        """Whether optimizers may still come, so that what fits no parameter so far may fit."""
         self.copies_elsewhere = True
         """Whether ranks that do not decide with this one may train copies of the model."""
         # What was worked out for the ranks that hold the model, and for which.
@@ -988,8 +990,8 @@ class Engine:
         loaded = checkpoint.load(
             state_dict, self.scale_policy, self.clip_policy, owned=owned, changed=changed
         )
-        if not self.elsewhere:
-            refuse_misfits(loaded.clip_policy, self.names)
+        if not self.elsewhere and not self.others_come:
+            refuse_misfits(loaded.clip_policy, self.names, loaded=True)
         if loaded.of_all is not None and self._every_parameter is not None:
             self._every_parameter.refuse_recalled(frozenset(loaded.of_all[0]))
         if loaded.clip_policy != self.clip_policy:  # It may need other numbers of the ranks.

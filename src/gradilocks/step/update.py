@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from gradilocks.kernels import native
 from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.ranks.layout import dtensor_parts, is_distributed
 from gradilocks.step.framework_wrappers import KINDS, refuse_second_scaler, steppers
+from gradilocks.step.half_sgd import HALF, moving
 from gradilocks.step.own_step import (
     has_own_amp_flag,
     is_ours,
@@ -62,6 +63,7 @@ def update(
     inside: bool,
     device: torch.device | None = None,
     begin: int = 0,
+    dtypes: Collection[torch.dtype] | None = None,
     multiplied: Callable[[], None] = lambda: None,
     step: Callable[[], Any] | None = None,
     consume: bool = False,
@@ -75,6 +77,7 @@ def update(
         inside: whether it takes the decision inside its own pass (`takes_decision`).
         device: of all of `tensors`; None if they lie on several.
         begin: the place of the first of `tensors` among the gradients of all optimizers.
+        dtypes: those that there are among the gradients of all optimizers; None if not known.
         multiplied: called when the gradients themselves have been made true, before the step.
         step: calls the optimizer's step; by default without arguments.
         consume: as in `handing_over`.
@@ -91,6 +94,8 @@ def update(
     if decision.bound is not None:
         _apply_bound(decision, tensors)
     step = optimizer.step if step is None else step
+    if dtypes is None or not HALF.isdisjoint(dtypes):
+        step = moving(optimizer, step, device)
     if inside and must_skip_on_host(optimizer, decision.skip, decision.multiplier):
         return None
     if inside and not _too_small(decision):
@@ -158,7 +163,7 @@ def _apply_factors(decision: Decision, tensors: Sequence[Tensor], *, begin: int)
     if decision.units is not None:
         for tensor, unit in zip(tensors, decision.units[begin:], strict=False):
             if unit is not None:
-                tensor.copy_(tensor.to(unit.dtype) * moved(unit, tensor.device))
+                _multiply_units(tensor, moved(unit, tensor.device))
     if decision.factors is None:
         return
     factors = decision.factors[begin : begin + len(tensors)]
@@ -170,6 +175,15 @@ def _apply_factors(decision: Decision, tensors: Sequence[Tensor], *, begin: int)
         kernels.BACKENDS[device.type].multiply_each_(on_device, moved(mine, device))
 
 
+def _multiply_units(tensor: Tensor, unit: Tensor) -> None:
+    if not tensor.is_complex():
+        tensor.copy_(tensor.to(unit.dtype) * unit)
+        return
+    # Part by part: a product of complex numbers would bring a NaN of one part into the other.
+    parts = torch.view_as_real(tensor.resolve_conj()).to(unit.dtype) * unit.unsqueeze(-1)
+    tensor.copy_(torch.view_as_complex(parts))
+
+
 def refuse_unscaling_float16(
     optimizer: Any,
     params: Sequence[Tensor],
@@ -179,12 +193,19 @@ def refuse_unscaling_float16(
     """Refuses fp16 gradients that would have to be unscaled in fp16, before any step."""
     for param, tensor in zip(params, tensors, strict=True):
         if tensor.dtype is torch.float16:
+            way_out = (
+                "or use an optimizer with fused=True, which unscales in float32; or use "
+                f"scale=None.{why_not_inside(optimizer)}"
+            )
+            if takes_decision(optimizer):
+                way_out = (
+                    f"or leave out unscale_(), and a closure: the step of this "
+                    f"{type(optimizer).__name__} unscales and clips in float32 by itself."
+                )
             raise ValueError(
                 f"Attempting to unscale FP16 gradients. {name(param)} is float16, and dividing its "
                 "gradient by the scale in float16 would round small values to zero again. Keep the "
-                "parameters in float32 and run the forward pass under torch.autocast; or use an "
-                "optimizer with fused=True, which unscales in float32; or use scale=None."
-                f"{why_not_inside(optimizer)}"
+                f"parameters in float32 and run the forward pass under torch.autocast; {way_out}"
             )
 
 

@@ -1,0 +1,387 @@
+"""Several optimizers under one scaler: whose memory is whose, and how their groups are numbered."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from gradilocks import (
+    AdaGC,
+    ClipByNorm,
+    ClipPerGroup,
+    GradientControl,
+    GradScaler,
+    QuantileClip,
+    SkipSpikes,
+    chain,
+)
+from gradilocks.errors import BadState
+
+LEARNING = {
+    "QuantileClip": lambda: QuantileClip(0.5, window=8),
+    "AdaGC": lambda: AdaGC(warmup=2),
+    "chain": lambda: chain(SkipSpikes(window=8, at_least=4), ClipByNorm(1e6)),
+}
+each_clip = pytest.mark.parametrize("make", LEARNING.values(), ids=LEARNING)
+SMALL, LARGE = 1.0, 100.0
+
+
+def pair(*shapes):
+    """Two parameters and an optimizer each; their gradients differ by a factor of 100."""
+    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    return params, [torch.optim.SGD([param], lr=0.1) for param in params]
+
+
+def step(scaler, param, optimizer, size, *, update=True):
+    for each in optimizer.param_groups:
+        for one in each["params"]:
+            one.grad = None
+    scaler.scale((param * size).sum()).backward()
+    scaler.step(optimizer)
+    if update:
+        scaler.update()
+    return scaler.outcome if isinstance(scaler, GradScaler) else scaler.control.outcome
+
+
+def trained(scaler, params, optimizers, count=6):
+    for _ in range(count):
+        for param, optimizer, size in zip(params, optimizers, (SMALL, LARGE), strict=True):
+            step(scaler, param, optimizer, size, update=optimizer is optimizers[-1])
+    for param in params:
+        param.grad = None
+    return scaler
+
+
+def learned(scaler):
+    states = scaler.state_dict()["gradilocks_scaler"]["clip"]["states"]
+    return [state["memory"] for state in states]
+
+
+@each_clip
+def test_two_that_cannot_be_told_apart_are_refused_and_nothing_changes(make):
+    params, optimizers = pair(4, 4)
+    saved = trained(GradScaler("cpu", clip=make()), params, optimizers).state_dict()
+    again = trained(GradScaler("cpu", clip=make()), params, optimizers, count=2)
+    before = again.state_dict()
+    with pytest.raises(BadState, match=r"of 2 optimizers .* cannot be told.* model=\{") as caught:
+        again.load_state_dict(saved)
+    assert again.state_dict() == before
+    assert "['clip']['states'] = ()" in str(caught.value)
+    saved["gradilocks_scaler"]["clip"]["states"] = ()  # The way out that the message names.
+    again.load_state_dict(saved)
+    assert step(again, params[1], optimizers[1], LARGE).norm == 200.0
+
+
+def test_it_is_no_matter_who_is_who_where_nothing_was_learned():
+    params, optimizers = pair(4, 4)
+    for clip in (1.0, QuantileClip(0.5, window=8)):
+        scaler = GradScaler("cpu", clip=clip)
+        for param, optimizer in zip(params, optimizers, strict=True):
+            step(scaler, param, optimizer, 1.0)  # The same of both.
+        again = GradScaler("cpu", clip=clip)
+        again.load_state_dict(scaler.state_dict())
+        for param, optimizer in [*zip(params, optimizers, strict=True)][::-1]:
+            step(again, param, optimizer, 1.0)
+
+
+@each_clip
+@pytest.mark.parametrize("through", [lambda it: it, lambda it: json.loads(json.dumps(it))])
+def test_shapes_tell_apart_what_has_as_many_elements(make, through):
+    params, optimizers = pair((2, 6), (3, 4))
+    scaler = trained(GradScaler("cpu", clip=make()), params, optimizers)
+    again = GradScaler("cpu", clip=make())
+    again.load_state_dict(through(scaler.state_dict()))
+    for place in (1, 0):  # In the other order.
+        told = [
+            step(each, params[place], optimizers[place], (SMALL, LARGE)[place])
+            for each in (scaler, again)
+        ]
+        assert told[0].limit == told[1].limit
+        assert told[0].norm == told[1].norm
+    assert learned(again) == learned(scaler)
+
+
+def test_of_a_state_without_shapes_equal_sizes_are_refused():
+    params, optimizers = pair((2, 6), (3, 4))
+    saved = trained(GradScaler("cpu", clip=QuantileClip(window=8)), params, optimizers).state_dict()
+    for state in saved["gradilocks_scaler"]["clip"]["states"]:
+        del state["shapes"], state["groups"]
+    with pytest.raises(BadState, match="cannot be told"):
+        GradScaler("cpu", clip=QuantileClip(window=8)).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("named_by", ["model", "optimizer"])
+def test_names_tell_them_apart(named_by):
+    params, optimizers = pair(4, 4)
+    holders = {name: nn.ParameterList([param]) for name, param in zip("ab", params, strict=True)}
+    model = holders if named_by == "model" else None
+    if named_by == "optimizer":
+        named = zip("ab", params, strict=True)
+        optimizers = [torch.optim.SGD([(f"{name}.w", param)], lr=0.1) for name, param in named]
+    scaler = trained(
+        GradScaler("cpu", clip=QuantileClip(0.5, window=8), model=model), params, optimizers
+    )
+    again = GradScaler("cpu", clip=QuantileClip(0.5, window=8), model=model)
+    again.load_state_dict(scaler.state_dict())
+    assert step(again, params[1], optimizers[1], LARGE).limit == 200.0
+    assert step(again, params[0], optimizers[0], SMALL).limit == 2.0
+
+
+def test_one_that_was_named_when_it_was_saved_is_not_taken_for_another_without_names():
+    params, optimizers = pair(4, 4)
+    model = {"a": nn.ParameterList([params[0]])}  # Which knows the first alone.
+    saved = trained(
+        GradScaler("cpu", clip=QuantileClip(0.5, window=8), model=model), params, optimizers
+    ).state_dict()
+    again = GradScaler("cpu", clip=QuantileClip(0.5, window=8))
+    again.load_state_dict(saved)
+    with pytest.raises(BadState, match="cannot be told"):
+        step(again, params[0], optimizers[0], SMALL)
+    with_names = GradScaler("cpu", clip=QuantileClip(0.5, window=8), model=model)
+    with_names.load_state_dict(saved)
+    assert step(with_names, params[0], optimizers[0], SMALL).limit == 2.0
+    assert step(with_names, params[1], optimizers[1], LARGE).limit == 200.0
+
+
+@pytest.mark.parametrize("how", ["copy", "deepcopy", "deepcopy of all"])
+def test_a_copy_in_this_process_knows_them_by_themselves(how):
+    params, optimizers = pair(4, 4)
+    scaler = trained(GradScaler("cpu", clip=QuantileClip(0.5, window=8)), params, optimizers)
+    if how == "deepcopy of all":
+        params, optimizers, other = copy.deepcopy((params, optimizers, scaler))
+    else:
+        other = getattr(copy, how)(scaler)
+    other = copy.copy(other)  # A copy of one that has met nobody yet.
+    assert step(other, params[1], optimizers[1], LARGE).limit == 200.0
+    assert step(other, params[0], optimizers[0], SMALL).limit == 2.0
+
+
+def test_in_another_process_they_cannot_be_told_apart():
+    params, optimizers = pair(4, 4)
+    scaler = trained(GradScaler("cpu", clip=QuantileClip(0.5, window=8)), params, optimizers)
+    sent = pickle.loads(pickle.dumps(scaler))
+    before = params[1].detach().clone()
+    with pytest.raises(BadState, match="cannot be told"):
+        step(sent, params[1], optimizers[1], LARGE)
+    assert torch.equal(params[1], before)
+
+
+def test_another_optimizer_over_the_same_parameters_goes_on_with_what_was_learned():
+    (param,), (optimizer,) = pair(4)
+    scaler = GradScaler("cpu", clip=QuantileClip(0.5, window=8))
+    for _ in range(4):
+        step(scaler, param, optimizer, LARGE)
+    another = torch.optim.Adam([param], lr=0.1)
+    assert step(scaler, param, another, SMALL).limit == 200.0
+    again = GradScaler("cpu", clip=QuantileClip(0.5, window=8))
+    again.load_state_dict(scaler.state_dict())
+    assert [memory["count"] for memory in learned(again)] == [5]
+    assert step(again, param, optimizer, SMALL).limit == 200.0
+
+
+# --- the numbers of groups ------------------------------------------------------------------------
+
+BY_NUMBER = {0: 0.1, 2: 0.3, 3: None}
+
+
+def grouped(named=False):
+    """Two optimizers, of two groups and of three."""
+    params = [[nn.Parameter(torch.ones(k + 2)) for k in range(count)] for count in (2, 3)]
+    optimizers = [
+        torch.optim.SGD([{"params": [p]} for p in each], lr=0.0, fused=True) for each in params
+    ]
+    return params, optimizers
+
+
+def norms_of(params):
+    return [round(p.grad.norm().item(), 4) for each in params for p in each]
+
+
+def loss_of(params):
+    return sum(p.sum() for each in params for p in each)
+
+
+def cleared(params):
+    for each in params:
+        for p in each:
+            p.grad = None
+
+
+EXPECTED = [0.1, round(3**0.5, 4), 0.3, round(3**0.5, 4), 2.0]
+
+
+def by_control(params, optimizers, how, **options):
+    control = GradientControl(*optimizers, clip=ClipPerGroup(BY_NUMBER), **options)
+    control.backward(loss_of(params))
+    for only in optimizers if how == "one by one" else [None]:
+        control.step(only=only)
+    return control
+
+
+def by_scaler(params, optimizers, scaler=None):
+    scaler = scaler or GradScaler("cpu", clip=ClipPerGroup(BY_NUMBER))
+    scaler.scale(loss_of(params)).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    return scaler
+
+
+@pytest.mark.parametrize("how", ["together", "one by one", "as_scaler", "scaler", "disabled"])
+def test_groups_are_numbered_alike_in_a_control_and_in_a_scaler(how):
+    params, optimizers = grouped()
+    if how == "as_scaler":
+        by_scaler(params, optimizers, GradientControl(clip=ClipPerGroup(BY_NUMBER)).as_scaler())
+    elif how in ("scaler", "disabled"):
+        clip = ClipPerGroup(BY_NUMBER)
+        by_scaler(params, optimizers, GradScaler("cpu", enabled=how == "scaler", clip=clip))
+    else:
+        by_control(params, optimizers, how)
+    assert norms_of(params) == EXPECTED
+
+
+@pytest.mark.parametrize("kind", ["scaler", "as_scaler"])
+def test_the_numbers_stay_when_they_step_in_another_order_after_a_load(kind):
+    def made():
+        clip = ClipPerGroup(BY_NUMBER)
+        return (
+            GradScaler("cpu", clip=clip)
+            if kind == "scaler"
+            else GradientControl(clip=clip).as_scaler()
+        )
+
+    params, optimizers = grouped()
+    saved = by_scaler(params, optimizers, made()).state_dict()
+    for _ in range(2):  # And once more from what such a run has saved after its first step alone.
+        cleared(params)
+        again = made()
+        again.load_state_dict(json.loads(json.dumps(saved)))
+        again.scale(loss_of(params)).backward()
+        again.step(optimizers[1])
+        saved = again.state_dict()
+        again.step(optimizers[0])
+        again.update()
+        assert norms_of(params) == EXPECTED
+
+
+def test_groups_that_are_added_later_move_the_numbers_of_those_behind():
+    told = []
+    for kind in ("control", "scaler"):
+        params, optimizers = grouped()
+        added = nn.Parameter(torch.ones(9))
+        clip = ClipPerGroup({2: 0.1, 3: 0.3})
+        if kind == "control":
+            control = GradientControl(*optimizers, clip=clip)
+        else:
+            scaler = by_scaler(params, optimizers, GradScaler("cpu", clip=clip))
+            cleared(params)
+        optimizers[0].add_param_group({"params": [added]})
+        params[0].append(added)
+        if kind == "control":
+            control.backward(loss_of(params))
+            control.step()
+        else:
+            by_scaler(params, optimizers, scaler)
+        told.append(norms_of(params))
+    assert told[0] == told[1]
+    assert told[0][2:4] == [0.1, 0.3]
+
+
+def test_one_that_is_made_anew_has_the_numbers_of_the_one_before():
+    params, optimizers = grouped()
+    scaler = by_scaler(params, optimizers)
+    cleared(params)
+    optimizers[0] = torch.optim.SGD([{"params": [p]} for p in params[0]], lr=0.0)
+    gc.collect()
+    by_scaler(params, optimizers[::-1], scaler)  # The new one is met last.
+    assert norms_of(params) == EXPECTED
+
+
+def test_numbers_of_optimizers_that_are_alike_are_refused_after_a_load():
+    params, optimizers = pair(4, 4)
+    scaler = GradScaler("cpu", clip=ClipPerGroup({0: 0.1, 1: None}))
+    trained(scaler, params, optimizers, count=1)
+    with pytest.raises(BadState, match="cannot be told"):
+        GradScaler("cpu", clip=ClipPerGroup({0: 0.1})).load_state_dict(scaler.state_dict())
+
+
+def test_a_number_that_no_group_has_is_warned_of():
+    params, optimizers = grouped()
+    scaler = GradScaler("cpu", clip=ClipPerGroup({5: 0.1}))
+    with pytest.warns(UserWarning, match=r"limits\[5\] fits no parameter. There are 5 groups"):
+        by_scaler(params, optimizers, scaler)
+
+
+# --- the same of a control whose optimizers are handed over one by one ----------------------------
+
+
+def handed(clip, **options):
+    return GradientControl(clip=clip, **options).as_scaler()
+
+
+def limits_after(saved, params, optimizers, order, **options):
+    again = handed(QuantileClip(0.5, window=8), **options)
+    again.load_state_dict(saved)
+    told = {}
+    for place in order:
+        told[place] = step(again, params[place], optimizers[place], (SMALL, LARGE)[place]).limit
+    return told
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("told_by", ["sizes", "shapes", "names"])
+def test_a_control_finds_what_it_has_learned_of_each_whatever_the_order(told_by, order):
+    shapes = {"sizes": (4, 5), "shapes": ((2, 6), (3, 4)), "names": (4, 4)}[told_by]
+    params, optimizers = pair(*shapes)
+    options = {}
+    if told_by == "names":
+        holders = zip("ab", params, strict=True)
+        options["model"] = {name: nn.ParameterList([param]) for name, param in holders}
+    scaler = trained(handed(QuantileClip(0.5, window=8), **options), params, optimizers)
+    expected = {
+        place: SIZE * params[place].numel() ** 0.5 for place, SIZE in enumerate((SMALL, LARGE))
+    }
+    found = limits_after(scaler.state_dict(), params, optimizers, order, **options)
+    assert found == pytest.approx(expected)
+
+
+def test_a_control_refuses_what_it_cannot_tell_apart_before_anything_moves():
+    params, optimizers = pair(4, 4)
+    scaler = trained(handed(QuantileClip(0.5, window=8)), params, optimizers)
+    again = handed(QuantileClip(0.5, window=8))
+    again.load_state_dict(scaler.state_dict())
+    with pytest.raises(BadState, match=r"which of them comes first cannot be told.*control\.bind"):
+        step(again, params[1], optimizers[1], LARGE)
+    assert again.control.optimizers == ()
+    again.control.bind(*optimizers)  # The order, said.
+    assert step(again, params[1], optimizers[1], LARGE).limit == 200.0
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_optimizers_given_in_another_order_find_what_is_theirs(order):
+    params, optimizers = pair(4, 5)
+    control = GradientControl(*optimizers, clip=QuantileClip(0.5, window=8))
+    trained(control.as_scaler(), params, optimizers)
+    other = GradientControl(
+        *(optimizers[place] for place in order), clip=QuantileClip(0.5, window=8)
+    )
+    other.load_state_dict(control.state_dict())
+    assert step(other.as_scaler(), params[0], optimizers[0], SMALL).limit == 2.0
+
+
+def test_what_nobody_has_claimed_yet_is_saved_on():
+    params, optimizers = pair(4, 5)
+    saved = trained(handed(QuantileClip(0.5, window=8)), params, optimizers).state_dict()
+    again = handed(QuantileClip(0.5, window=8))
+    again.load_state_dict(saved)
+    step(again, params[1], optimizers[1], LARGE)
+    found = limits_after(again.state_dict(), params, optimizers, (0,))
+    assert found == {0: 2.0}
+    copied = pickle.loads(pickle.dumps(again))
+    assert copied.state_dict() == again.state_dict()
