@@ -85,8 +85,9 @@ ranks: $(DEV) ## all layouts over 2, 4 and 8 processes beside one; some 6 minute
 # allocator would hide what is written past an object's end. Captured, a report would be lost.
 SANITIZED := tests/kernels/test_native_library.py tests/dropin/test_gradient_marks.py \
   tests/kernels/test_native_kernels.py tests/kernels/test_native_steps.py \
-  tests/kernels/test_build_in_mid_run.py tests/engine/test_walks_agree.py \
-  tests/engine/test_meddled_steps.py tests/observe/test_parameter_marks.py
+  tests/kernels/test_build_in_mid_run.py tests/kernels/test_addresses_in_place.py \
+  tests/engine/test_walks_agree.py tests/engine/test_meddled_steps.py \
+  tests/observe/test_parameter_marks.py tests/ranks/test_local_steps.py
 SANITIZE := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -g1
 
 sanitize: $(DEV) ## the tests of the C++ under AddressSanitizer and UndefinedBehaviorSanitizer

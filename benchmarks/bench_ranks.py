@@ -12,12 +12,14 @@ copied in outside the clock, and all end with the same parameters, or the run en
 the per-tensor policy, which torch does not have, bounds other norms and is compared for time alone.
 Collectives and bytes are counted in a step of their own. Over gloo the ranks share the cores of
 one machine: what travels says something there, and ratios of times; where other work shares the
-machine too, ratios of the processor's time of rank 0 alone.
+machine too, ratios of the processor's time of rank 0 alone. On a mesh of one a step is measured
+without a scale, as clip_grad_norm_ and the optimizer's own step, and with one, as a GradScaler's.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import math
@@ -40,7 +42,7 @@ from floor import STEP_BYTES, Floor
 from harness import Contender, Ready
 from rank_layouts import LAYOUTS, RankLoad, fsdp2
 from row_sets import TOLERANCE
-from workloads import SIZES
+from workloads import SCALE, SIZES
 
 import gradilocks
 from gradilocks import control as control_module
@@ -95,10 +97,18 @@ def parsed() -> argparse.Namespace:
 # --- contenders -----------------------------------------------------------------------------------
 
 
-def in_torchs_loop(load: RankLoad, *, ours: bool, scaled: bool) -> Ready:
-    """unscale_, clip_grad_norm_, step, update: with torch's names, or with ours in their place."""
+def in_torchs_loop(load: RankLoad, *, ours: bool, scaled: bool, own: bool = False) -> Ready:
+    """unscale_, clip_grad_norm_, step, update: with torch's names, or with ours in their place.
+
+    Args:
+        load: what is stepped.
+        ours: whether scaler and clip are ours.
+        scaled: whether there is a scaler.
+        own: whether the optimizer is ours, too.
+    """
     params = load.parameters()
-    optimizer = torch.optim.AdamW(params, lr=LR, eps=load.eps, fused=True)
+    make: Any = gradilocks.optim.AdamW if own else torch.optim.AdamW
+    optimizer = make(params, lr=LR, eps=load.eps, **({} if own else {"fused": True}))
     library: Any = gradilocks if ours else torch.nn.utils
     kind = load.device.type
     made: Any = gradilocks.GradScaler if ours else torch.amp.GradScaler
@@ -182,8 +192,11 @@ def contenders(load: RankLoad, *, scaled: bool, own: bool) -> list[Contender]:
         Contender("GradientControl, torch fused AdamW", lambda: with_control(load, **given)),
     ]
     if own:
+        build = lambda: in_torchs_loop(load, ours=True, own=True, **given)  # noqa: E731
+        made.insert(2, Contender("drop-in, gradilocks.optim", build))
         build = lambda: with_control(load, own=True, **given)  # noqa: E731
         made.append(Contender("GradientControl, gradilocks.optim", build))
+    if own and not scaled:
         build = lambda: with_control(load, own=True, together=True, **given)  # noqa: E731
         made.append(Contender("the same, by the way of several ranks", build))
     return made
@@ -373,10 +386,12 @@ def on_one_rank(options: argparse.Namespace, device: torch.device) -> None:
     extra: dict[str, object] = {"temporaries": memory}
     if floor is not None:
         extra["copy_bytes_per_second"] = floor.bytes_per_second
-    for size in options.size:
-        load = RankLoad(RANK_SIZES[size](), fsdp2(1, device.type), device=device, scale=1.0)
-        everybody = contenders(load, scaled=False, own=True)
+    for size, scaled in itertools.product(options.size, (False, True)):
+        scale = SCALE if scaled else 1.0
+        load = RankLoad(RANK_SIZES[size](), fsdp2(1, device.type), device=device, scale=scale)
+        everybody = contenders(load, scaled=scaled, own=True)
         what = f"FSDP2 on one {'GPU' if on_gpu else 'rank'}, {load.described}"
+        what += ", scaled" if scaled else ""
         rows += compete(
             what,
             everybody,
@@ -387,7 +402,7 @@ def on_one_rank(options: argparse.Namespace, device: torch.device) -> None:
             floor_ms=floor.ms(load.count, STEP_BYTES) if floor else None,
         )
         free()
-        if floor is not None:
+        if floor is not None and not scaled:
             rows.append(floor.row(what, load.count, STEP_BYTES))
             memory += [temporaries(each, load) for each in everybody]
         if options.output:

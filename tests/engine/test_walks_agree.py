@@ -20,9 +20,9 @@ from gradilocks import kernels
 from gradilocks.errors import SharedParameter
 from gradilocks.kernels import native
 from gradilocks.kernels.chunks import AddressedTensors, kinds_of
-from gradilocks.ranks.layout import local_of
+from gradilocks.ranks.layout import dtensor_parts, local_of, meshes_of
 from gradilocks.step import table
-from gradilocks.step.table import GradientTable, gradients_of, measurable_gradients
+from gradilocks.step.table import GradientTable, gradients_of, measurable_gradients, requiring
 
 LIBRARY = native.library()
 pytestmark = [
@@ -547,6 +547,24 @@ def test_addresses_are_those_of_torch():
         LIBRARY.addresses([torch.eye(2).to_sparse()])
 
 
+def test_who_requires_a_gradient_is_told_as_python_tells_it():
+    class Stubborn(nn.Parameter):
+        requires_grad = "always"
+
+    params = [
+        Model.parameter(3, kind=kind) for kind in (nn.Parameter, Named, Elsewhere, nn.Parameter)
+    ]
+    params[1].requires_grad_(False)
+    marks = bytes([True, False, True, True])
+    assert LIBRARY.requiring(params) == requiring(params) == marks
+    assert requiring([]) == b""
+    assert LIBRARY.requiring([*params, Odd(torch.ones(2))]) is None
+    assert requiring([*params, Odd(torch.ones(2))]) == marks + b"\0"
+    assert LIBRARY.requiring([*params, Stubborn(torch.ones(2))]) is None
+    with pytest.raises(TypeError, match="expected tensors, got int"):
+        LIBRARY.requiring([3])
+
+
 # --- who is there at the same time ----------------------------------------------------------------
 
 
@@ -966,6 +984,29 @@ def test_layouts_of_the_same_dtensors_are_worked_out_once(monkeypatch):
     found = gradients_of(other.params(), name=str)
     assert found.layouts[0].mesh is other.mesh
     assert first.layouts[0].mesh is model.mesh
+
+
+@pytest.mark.usefixtures("process_group")
+def test_meshes_are_found_as_python_finds_them():
+    from torch.distributed.tensor import init_device_mesh
+
+    def found(tensors, in_cpp):
+        before, native.library = native.library, lambda: LIBRARY if in_cpp else None
+        try:
+            return [(id(mesh), id(tensor)) for mesh, tensor in meshes_of(tensors)]
+        finally:
+            native.library = before
+
+    model = Spread()
+    first, params = model.mesh, model.params()
+    for mesh in (init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1, 1)), first):
+        model.mesh = mesh
+        params += [Model.parameter(2), model.spread(3)]
+    for tensors in (params, params[::-1], tuple(params), [], [Model.parameter(2)], params[:1]):
+        assert found(tensors, True) == found(tensors, False)
+    assert len(found(params, True)) == 3
+    assert LIBRARY.meshes([Odd(torch.ones(2))], dtensor_parts()) is None
+    assert found([*params, Odd(torch.ones(2))], True) == found(params, False)
 
 
 @pytest.mark.usefixtures("process_group")

@@ -220,6 +220,29 @@ def test_nothing_is_left_on_the_optimizer(mesh, localized, fails):
     assert len(localized) == 2
 
 
+@pytest.mark.parametrize("plain_first", [False, True])
+def test_plain_parameters_may_lie_beside_dtensors(mesh, plain_first):
+    """Which torch's own step refuses."""
+
+    def trained(spread):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(4, device=mesh.device_type)) for _ in range(4)]
+        for place in spread:
+            params[place] = nn.Parameter(placed(mesh, params[place].detach()))
+        optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
+        control = gradilocks.GradientControl(optimizer, scale=None, clip=1.0)
+        for step in range(3):
+            for place, param in enumerate(params):
+                grad = torch.full((4,), 1.0 + step + place)
+                param.grad = placed(mesh, grad) if place in spread else grad.to(param.device)
+            control.step()
+        return [p.to_local() if is_distributed(p) else p for p in params]
+
+    spread = (1, 3) if plain_first else (0, 1)
+    for one, other in zip(trained(spread), trained(()), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_lists_that_do_not_belong_together_stay_as_they_are(mesh):
     from torch.distributed.tensor import Partial, Replicate
 
@@ -234,9 +257,16 @@ def test_lists_that_do_not_belong_together_stay_as_they_are(mesh):
     assert list(map(id, third)) == list(map(id, steps))
     assert layouts == [(mesh, params[0].placements)]
     plain = [torch.zeros(param.shape) for param in params]
+    mixed, (shown,) = [plain[0], params[1]], [(mesh, params[1].placements)]
+    (first, second), layouts = library.localized([mixed, [plain[0], moments[1]]], parts)
+    assert first[0] is second[0] is plain[0]
+    assert first[1] is params[1]._local_tensor
+    assert layouts == [shown]
+    assert library.localized([plain, plain], parts) == ([plain, plain], [])
     elsewhere = [placed(mesh, each, [Replicate(), Replicate()]) for each in plain]
     for wrong in (
         [plain, moments],
+        [mixed, moments[:2]],
         [params, plain],
         [params, elsewhere],
         [params, moments[:-1]],

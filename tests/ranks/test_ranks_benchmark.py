@@ -55,10 +55,18 @@ def test_a_mesh_of_one_has_the_contenders_of_a_gpu(script_server, tmp_path: Path
     assert [row["contender"] for row in content["rows"]] == [
         "torch: clip, fused AdamW",
         "drop-in, torch fused AdamW",
+        "drop-in, gradilocks.optim",
         "GradientControl, torch fused AdamW",
         "GradientControl, gradilocks.optim",
         "the same, by the way of several ranks",
+        "torch: GradScaler, clip, fused AdamW",
+        "drop-in, torch fused AdamW",
+        "drop-in, gradilocks.optim",
+        "GradientControl, torch fused AdamW",
+        "GradientControl, gradilocks.optim",
     ]
+    scaled = [row["workload"].endswith(", scaled") for row in content["rows"]]
+    assert scaled == [False] * 6 + [True] * 5
 
 
 def test_a_wrong_option_is_refused(script_server, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from gradilocks._torch import (
     is_flattened,
     local_tensor,
 )
+from gradilocks.kernels import native
 from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.values import RankGroup
 
@@ -459,6 +460,10 @@ def meshes_of(tensors: Sequence[Tensor]) -> list[tuple[Any, Tensor]]:
     """The meshes of distributed tensors, each once, with the first tensor that lies on it."""
     if not any_distributed(tensors):
         return []
+    library = native.library()
+    listed = None if library is None else library.meshes(list(tensors), dtensor_parts())
+    if listed is not None:
+        return [(mesh, tensors[place]) for mesh, place in listed]
     found: dict[int, tuple[Any, Tensor]] = {}
     for tensor in tensors:
         if is_distributed(tensor):

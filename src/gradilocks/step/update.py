@@ -345,7 +345,8 @@ def _may_go_by_local_tensors(optimizer: Any) -> bool:
 def _localizing(begin: Callable[..., Any]) -> Callable[..., Any]:
     """What begins a group as `begin` does, and leaves local tensors in its lists if they lie alike.
 
-    Parameters, gradients and state have to be elements of the same ranks, and no summands.
+    Parameters, gradients and state have to be elements of the same ranks, and no summands. Plain
+    parameters may be among them, beside which torch's step refuses DTensors.
     """
 
     def begun(group: dict[str, Any], *lists: Any) -> Any:
@@ -355,7 +356,7 @@ def _localizing(begin: Callable[..., Any]) -> Callable[..., Any]:
         if library is None or any(map(is_distributed, group.values())):
             return answer
         found = library.localized(filled, dtensor_parts())
-        if found is not None and not any(map(_is_elsewhere, *zip(*found[1], strict=True))):
+        if found is not None and not any(_is_elsewhere(*laid) for laid in found[1]):
             for each, local in zip(filled, found[0], strict=True):
                 each[:] = local
         return answer
@@ -396,8 +397,9 @@ def handing_over(
         if preset is not None:
             mine = preset if grad_scale is None else grad_scale * preset
         taker.grad_scale, taker.found_inf = mine, found_inf
-        firsts = [param for group in taker.param_groups for param in group["params"][:1]]
-        spread = dtensors is not None and any(isinstance(p, dtensors.DTensor) for p in firsts)
+        groups = taker.param_groups if dtensors is not None else ()
+        kinds = set().union(*[set(map(type, group["params"])) for group in groups])
+        spread = any(issubclass(kind, dtensors.DTensor) for kind in kinds)
         if spread and _may_go_by_local_tensors(taker):
             localized.append(taker)
             setattr(taker, BEGINS_GROUP, _localizing(getattr(taker, BEGINS_GROUP)))

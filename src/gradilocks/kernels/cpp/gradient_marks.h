@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "native.h"
+#include "tensor_classes.h"
 
 namespace gradilocks {
 namespace {
@@ -109,9 +110,18 @@ void each_gradient(PyObject* items, bool are_gradients, Visit visit) {
   if (!listed) {
     throw python_error();
   }
+  PyTypeObject* known = nullptr;  // The class of the item before, and whether its `grad` is plain.
+  bool plain = false;
   for (Py_ssize_t place = 0; place < PySequence_Fast_GET_SIZE(listed.ptr()); ++place) {
     PyObject* item = PySequence_Fast_GET_ITEM(listed.ptr(), place);
-    if (THPVariable_CheckExact(item) && !are_gradients) {
+    if (!are_gradients && Py_TYPE(item) != known) {
+      const py::object held = py::reinterpret_borrow<py::object>(item);  // Asking may run code.
+      known = Py_TYPE(item);
+      plain = THPVariable_Check(item) && has_plain("grad", known);
+      --place;  // Which may have put another one there.
+      continue;
+    }
+    if (!are_gradients && plain) {
       const c10::TensorImpl& param = *THPVariable_Unpack(item).unsafeGetTensorImpl();
       const at::Tensor& gradient = param.grad();
       if (gradient.defined() && !visit(place, gradient.unsafeGetTensorImpl())) {

@@ -929,10 +929,55 @@ inline PyObject* collect(PyObject*, PyObject* args) {
   return nullptr;
 }
 
+// meshes(tensors, distributed): a list of the meshes of the DTensors among them, each once, and of
+// the place of the first one on it; None if Python has to be asked. `distributed`: see Kinds.
+inline PyObject* meshes(PyObject*, PyObject* args) {
+  PyObject *tensors = nullptr, *distributed = nullptr;
+  if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &tensors, &distributed)) {
+    return nullptr;
+  }
+  py::object answer = py::none();
+  const bool done = guarded([&] {
+    Kinds kinds(distributed);
+    std::vector<std::pair<py::object, Py_ssize_t>> found;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+      const py::object item = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(tensors, i));
+      const Kind& kind = kinds.of(item.ptr());
+      if (!kind.plain) {
+        return;
+      }
+      if (!kind.is_distributed()) {
+        continue;
+      }
+      const py::object spec = py::reinterpret_borrow<py::object>(part_of(item.ptr(), kind.spec));
+      if (!spec) {
+        return;
+      }
+      py::object mesh = kinds.mesh(spec.ptr());
+      if (std::none_of(found.begin(), found.end(),
+                       [&](const auto& each) { return each.first.ptr() == mesh.ptr(); })) {
+        found.emplace_back(std::move(mesh), i);
+      }
+    }
+    answer = list_of(found.size(), [&](size_t k) {
+      return Py_BuildValue("On", found[k].first.ptr(), found[k].second);
+    });
+  });
+  if (done) {
+    return answer.release().ptr();
+  }
+  if (PyErr_ExceptionMatches(PyExc_TypeError)) {  // A torch that names their parts otherwise.
+    PyErr_Clear();
+    Py_RETURN_NONE;
+  }
+  return nullptr;
+}
+
 // localized(lists, distributed): the local tensors of DTensors, and how these lie. The first list
-// has DTensors, the others what belongs to each: DTensors that lie as it does, or numbers of their
-// own (0-d), which stay; empty ones stay empty. None if it is not so, or Python has to be asked.
-// Else the lists, and a list of mesh and placements, each once. `distributed`: see Kinds.
+// has parameters, the others what belongs to each: to a DTensor others that lie as it does, or
+// numbers of their own (0-d), which stay; to a plain tensor plain ones. Empty ones stay empty. None
+// if it is not so, or Python has to be asked. Else the lists, and a list of mesh and placements,
+// each once. `distributed`: see Kinds.
 inline PyObject* localized(PyObject*, PyObject* args) {
   PyObject *lists = nullptr, *distributed = nullptr;
   if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &lists, &distributed)) {
@@ -955,10 +1000,16 @@ inline PyObject* localized(PyObject*, PyObject* args) {
         if (!THPVariable_Check(item.ptr())) {
           return;
         }
+        if (l == 0) {
+          specs.emplace_back();
+        } else if (static_cast<size_t>(i) >= specs.size()) {
+          return;
+        }
+        auto& [own, own_lie] = specs[static_cast<size_t>(i)];  // Null of a plain one.
         const Kind& kind = kinds.of(item.ptr());
         if (!kind.is_distributed()) {
-          if (l == 0 || !THPVariable_CheckExact(item.ptr()) ||
-              THPVariable_Unpack(item.ptr()).dim() != 0) {
+          if (!THPVariable_CheckExact(item.ptr()) ||
+              (own && THPVariable_Unpack(item.ptr()).dim() != 0)) {
             return;
           }
           found.back().push_back(std::move(item));
@@ -971,12 +1022,10 @@ inline PyObject* localized(PyObject*, PyObject* args) {
           return;
         }
         if (l == 0) {
-          Lie lie = kinds.lie(spec.ptr());
-          layouts.number(lie);
-          specs.emplace_back(std::move(spec), std::move(lie));
-        } else if (static_cast<size_t>(i) >= specs.size() ||
-                   (spec.ptr() != specs[static_cast<size_t>(i)].first.ptr() &&
-                    !kinds.lie(spec.ptr()).is_like(specs[static_cast<size_t>(i)].second))) {
+          own_lie = kinds.lie(spec.ptr());
+          layouts.number(own_lie);
+          own = std::move(spec);
+        } else if (!own || (spec.ptr() != own.ptr() && !kinds.lie(spec.ptr()).is_like(own_lie))) {
           return;
         }
         found.back().push_back(std::move(local));
@@ -1115,6 +1164,7 @@ PyMethodDef gradient_walk_functions[] = {
     {"walk_over", walk_over, METH_VARARGS,
      "A GradientWalk over gradients that were found, or None."},
     {"collect", collect, METH_VARARGS, "The gradients of a list of parameters, or None."},
+    {"meshes", meshes, METH_VARARGS, "The meshes of DTensors and the first place on each, or None."},
     {"localized", localized, METH_VARARGS, "The local tensors of lists of DTensors, or None."},
     {"count_write", count_write, METH_O, "Counts a write to every tensor."},
     {"versions", versions, METH_O, "How often each tensor was written to."},

@@ -185,7 +185,8 @@ class Kinds {
   }
 
   // How a DTensor with this spec lies, which the caller holds.
-  Lie lie(PyObject* spec) const { return Lie{attribute(spec, mesh_), attribute(spec, placements_)}; }
+  Lie lie(PyObject* spec) const { return Lie{mesh(spec), attribute(spec, placements_)}; }
+  py::object mesh(PyObject* spec) const { return attribute(spec, mesh_); }
 
   template <typename Visit>
   int every_object(Visit visit) const {
