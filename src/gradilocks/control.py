@@ -1384,7 +1384,7 @@ class GradientControl:
             settles = model_ranks is None and engine.begin(gradients)
             if settles:
                 own: Any = self._optimizers[0]
-                direct = own is gradients.found_by and bool(own.is_direct())
+                direct = own is gradients.found_by and own.is_direct()
                 # Work out an optimizer's rates where the step is settled: one launch less.
                 rating = own.ready(gradients) if direct else None
             verdict = engine.decide(
