@@ -316,6 +316,8 @@ class GradientControl:
         claims = self._claims(checked, unclaimed, known, had=before)
         losses, parts = self._engine.losses, self._states_of_parts()
         state = self._engine.saved() if before else self._waiting_state
+        if before and self._engine.memory is None:  # It has learned nothing of anybody.
+            state = _without_memory(state)
         # By their new places; of one that is made anew, by the place of the one before.
         places = {id(optimizer): k for k, optimizer in enumerate(checked)}
         parts = {
@@ -388,8 +390,9 @@ class GradientControl:
 
         if len(before) == 1 and not parts and steps_of(state) and (len(now) > 1 or self._grows):
             kept = [k for k, each in enumerate(now) if each is before[0]]
-            rest = {**state, "gradilocks": {**state["gradilocks"], "steps": 0}}
-            return {kept[0] if kept else 0: state}, rest  # Its steps are not counted twice.
+            # Its steps are not counted twice, nor is what it has learned that of others too.
+            rest = _without_memory(state, steps=0)
+            return {kept[0] if kept else 0: state}, rest
         if len(now) == 1 and not self._grows and 0 in parts:
             return {}, max(state, parts[0], key=steps_of)
         return parts, state
@@ -1689,6 +1692,12 @@ class GradientControl:
             if ranks is not None:
                 self._engine.all_have_changed(ranks)
             raise
+
+
+def _without_memory(state: Any, **changed: Any) -> dict[str, Any]:
+    """The state of a control without what its clip policy has learned."""
+    ours = {key: each for key, each in state["gradilocks"].items() if key != "clip_parameters"}
+    return {**state, "gradilocks": {**ours, "clip_state": None, **changed}}
 
 
 _UNTOLD = (
