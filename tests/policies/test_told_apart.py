@@ -359,6 +359,17 @@ def test_a_control_refuses_what_it_cannot_tell_apart_before_anything_moves():
     assert step(again, params[1], optimizers[1], LARGE).limit == 200.0
 
 
+def test_a_bad_state_changes_nothing_where_optimizers_are_alike():
+    params, optimizers = pair(4, 4)
+    scaler = trained(handed(QuantileClip(0.5, window=8)), params, optimizers)
+    before = scaler.state_dict()
+    for refused in (before, {**before, "scale": -1.0}):
+        with pytest.raises(BadState):
+            scaler.load_state_dict(refused)
+        assert scaler.state_dict() == before
+    assert step(scaler, params[1], optimizers[1], LARGE).limit == 200.0
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_optimizers_given_in_another_order_find_what_is_theirs(order):
     params, optimizers = pair(4, 5)
