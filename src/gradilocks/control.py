@@ -939,13 +939,19 @@ class GradientControl:
             self._load(state_dict)
         except BadState:
             if before is not None:
-                self._load(before)
+                self._load(before, in_order=True)
             raise
         if policies == "checkpoint" and (not has_other_ranks() or my_rank() == 0):
             has = self._engine.scale_policy, self._engine.clip_policy
             tell_replaced(had, has, "GradientControl", "control")
 
-    def _load(self, state_dict: Mapping[str, Any]) -> None:
+    def _load(self, state_dict: Mapping[str, Any], *, in_order: bool = False) -> None:
+        """Goes on from a checkpoint.
+
+        Args:
+            state_dict: of this class or of another scaler.
+            in_order: whether it has single optimizers in the order in which they are here.
+        """
         if not self._optimizers:  # The scale counts from here on, the rest when it is bound.
             self._engine.load_scale(state_dict)
             self._waiting_state = state_dict
@@ -957,7 +963,7 @@ class GradientControl:
             _, state_dict = self._divided(saved, state_dict, (), self._optimizers)
         steps = self._engine.load(state_dict, self._ranks)
         self._judged.clear()
-        self._load_parts(state_dict)
+        self._load_parts(state_dict, in_order=in_order)
         if self._loads is not None:
             self._loads.note(kept_step=self._engine.next_step == before)
         for each in (self, *self._parts.values()):
@@ -1255,10 +1261,11 @@ class GradientControl:
             parts[number] = state
         return dict(sorted(parts.items()))
 
-    def _load_parts(self, state_dict: Mapping[str, Any]) -> None:
+    def _load_parts(self, state_dict: Mapping[str, Any], *, in_order: bool) -> None:
         """Goes on with what is known of single optimizers, now or when they are stepped alone."""
         unclaimed = parts_in(state_dict)
-        claims = self._claims(self._optimizers, unclaimed, self._names.model)
+        model = self._names.model
+        claims = self._claims(self._optimizers, unclaimed, model, in_order=in_order)
         self._part_states = {place: unclaimed[number] for place, number in claims.items()}
         self._note_claims(claims, unclaimed, {})
         for number, optimizer in enumerate(self._optimizers):
@@ -1277,7 +1284,9 @@ class GradientControl:
         optimizers: Sequence[Any],
         unclaimed: Mapping[int, Mapping[str, Any]],
         model: Any,
+        *,
         had: Sequence[Any] = (),
+        in_order: bool = False,
     ) -> dict[int, int]:
         """By the place of an optimizer, the number of the state in `unclaimed` that is of it.
 
@@ -1289,11 +1298,13 @@ class GradientControl:
             unclaimed: of a checkpoint, what is known of single optimizers, by the number there.
             model: names their parameters.
             had: those of `optimizers` that are known already.
+            in_order: whether `unclaimed` has them in the order of `optimizers`.
 
         Raises:
             BadState: which is of an optimizer cannot be told.
         """
         waiting = dict(sorted(unclaimed.items()))
+        unordered = self._grows and not in_order
         claims: dict[int, int] = {}
         for place, optimizer in enumerate(optimizers):
             if not waiting or any(each is optimizer for each in had):
@@ -1305,7 +1316,7 @@ class GradientControl:
             else:
                 mine = signature_of(optimizer, Names(model, (optimizer,)))
                 found = [numbers[at] for at in places_of(mine, signatures)]
-            if len(found) > 1 and self._grows and self._must_tell([waiting[k] for k in found]):
+            if len(found) > 1 and unordered and self._must_tell([waiting[k] for k in found]):
                 policy = self._engine.clip_policy.policy_name
                 raise BadState(_UNTOLD.format(policy=policy, count=len(found)))
             if found:

@@ -39,13 +39,11 @@ def pair(*shapes):
 
 
 def step(scaler, param, optimizer, size, *, update=True):
-    for each in optimizer.param_groups:
-        for one in each["params"]:
-            one.grad = None
     scaler.scale((param * size).sum()).backward()
     scaler.step(optimizer)
     if update:
         scaler.update()
+    param.grad = None
     return scaler.outcome if isinstance(scaler, GradScaler) else scaler.control.outcome
 
 
@@ -53,8 +51,6 @@ def trained(scaler, params, optimizers, count=6):
     for _ in range(count):
         for param, optimizer, size in zip(params, optimizers, (SMALL, LARGE), strict=True):
             step(scaler, param, optimizer, size, update=optimizer is optimizers[-1])
-    for param in params:
-        param.grad = None
     return scaler
 
 
@@ -363,6 +359,17 @@ def test_a_control_refuses_what_it_cannot_tell_apart_before_anything_moves():
     assert step(again, params[1], optimizers[1], LARGE).limit == 200.0
 
 
+def test_a_bad_state_changes_nothing_where_optimizers_are_alike():
+    params, optimizers = pair(4, 4)
+    scaler = trained(handed(QuantileClip(0.5, window=8)), params, optimizers)
+    before = scaler.state_dict()
+    for refused in (before, {**before, "scale": -1.0}):
+        with pytest.raises(BadState):
+            scaler.load_state_dict(refused)
+        assert scaler.state_dict() == before
+    assert step(scaler, params[1], optimizers[1], LARGE).limit == 200.0
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_optimizers_given_in_another_order_find_what_is_theirs(order):
     params, optimizers = pair(4, 5)
@@ -373,6 +380,20 @@ def test_optimizers_given_in_another_order_find_what_is_theirs(order):
     )
     other.load_state_dict(control.state_dict())
     assert step(other.as_scaler(), params[0], optimizers[0], SMALL).limit == 2.0
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_what_is_learned_of_each_parameter_bears_another_optimizer(bound):
+    """Behind as_scaler(), where the first has learned before the second comes."""
+    params, optimizers = pair(4, 5)
+    control = GradientControl(*optimizers[:bound], clip=AdaGC(warmup=1))
+    scaler = control.as_scaler()
+    for _ in range(3):
+        step(scaler, params[0], optimizers[0], SMALL)
+    trained(scaler, params, optimizers, count=2)
+    states = [state["gradilocks"] for _, state in control.state_dict()["gradilocks"]["parts"]]
+    assert [state["clip_state"]["count"] for state in states] == [5, 2]
+    assert [len(state["clip_state"]["usual"]) for state in states] == [1, 1]
 
 
 def test_what_nobody_has_claimed_yet_is_saved_on():

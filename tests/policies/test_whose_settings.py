@@ -416,6 +416,7 @@ def test_a_clip_of_a_checkpoint_that_does_not_fit_is_a_bad_state(clip, bound):
         ),
         ("scaler", lambda s: s["gradilocks_scaler"]["clip"].update(policy=None)),
         ("scaler", lambda s: s["gradilocks_scaler"].update(scale=3)),
+        ("scaler", lambda s: s["gradilocks_scaler"]["scale"].pop("state")),
     ],
 )
 def test_a_spoilt_state_is_a_bad_state_and_changes_nothing(kind, spoil):
@@ -427,6 +428,26 @@ def test_a_spoilt_state_is_a_bad_state_and_changes_nothing(kind, spoil):
     with pytest.raises(BadState):
         made.load_state_dict(saved)
     assert made.state_dict() == before
+
+
+@each_object
+@pytest.mark.parametrize("policies", ["checkpoint", "own"])
+def test_settings_that_no_machine_holds_are_a_bad_state(kind, policies):
+    net = model()
+    make = MAKERS[kind]
+    made = make(net, clip=QuantileClip(window=8), scale=DynamicScale.deepspeed())
+    before = made.state_dict()
+    for old, new in (("window", 10**30), ("delay", 10**30)):
+        text = json.dumps(before)
+        place = text.index(f'"{old}": ') + len(old) + 4
+        end = min(text.index(mark, place) for mark in ",}")
+        saved = json.loads(text[:place] + str(new) + text[end:])
+        if policies == "checkpoint":
+            with pytest.raises(BadState, match="cannot start"):
+                made.load_state_dict(saved)
+        else:
+            made.load_state_dict(saved, policies=kind)
+        assert made.state_dict() == before
 
 
 # --- strict JSON ----------------------------------------------------------------------------------

@@ -304,6 +304,7 @@ class OptimizerEngines:
             raise BadState(
                 f"what the clip policy has learned, in the state_dict, does not fit: {states!r:.80}"
             )
+        load_memory(policy, None, 0)  # Whether it can start at all.
         for state in states:
             load_memory(policy, state["memory"], len(state["names"]))
             same = [each for each in states if all(each.get(k) == state.get(k) for k in _TELLING)]
