@@ -68,7 +68,7 @@ from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.sample import Weights
 from gradilocks.scale import DynamicScale, resolve_scale
 from gradilocks.state.checkpoint import check_scale, fitted, parts_in, tell_replaced
-from gradilocks.state.optimizer_match import places_of, signature_of
+from gradilocks.state.optimizer_match import places_of, signature_of, tell_of_a_stranger
 from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
 from gradilocks.step.engine import Engine, Evidence, Look, Verdict, look, multiply_
@@ -379,6 +379,8 @@ class GradientControl:
         fresh = {k for k, each in enumerate(checked) if id(each) not in self._parts}
         self._part_states = {k: s for k, s in {**parts, **claimed}.items() if k in fresh}
         self._note_claims(claims, unclaimed, numbers)
+        came = [k for k, each in enumerate(checked) if not any(each is one for one in before)]
+        self._tell_of_strangers(came, unclaimed)
         alive = {id(optimizer) for optimizer in checked}
         self._parts = {each: part for each, part in self._parts.items() if each in alive}
         if self._bad_step_path is not None and not before:
@@ -1268,6 +1270,7 @@ class GradientControl:
         claims = self._claims(self._optimizers, unclaimed, model, in_order=in_order)
         self._part_states = {place: unclaimed[number] for place, number in claims.items()}
         self._note_claims(claims, unclaimed, {})
+        self._tell_of_strangers(range(len(self._optimizers)), unclaimed)
         for number, optimizer in enumerate(self._optimizers):
             part = self._parts.get(id(optimizer))
             if part is not None and number in self._part_states:
@@ -1340,6 +1343,18 @@ class GradientControl:
         taken = set(claims.values())
         self._unclaimed = {k: state for k, state in unclaimed.items() if k not in taken}
         self._numbers = {**numbers, **claims} if self._grows else {}
+
+    def _tell_of_strangers(
+        self, came: Sequence[int], unclaimed: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """Tells the log of those who `came` of whom the checkpoint knows others and not them."""
+        policy = self._engine.clip_policy
+        if not unclaimed or not policy.learns or (len(self._optimizers) == 1 and not self._grows):
+            return
+        for place in came:
+            if place not in self._part_states:
+                mine = signature_of(self._optimizers[place], self._names)
+                tell_of_a_stranger(mine, policy.policy_name, "GradientControl")
 
     def _groups_unclaimed(self, *, before: int | None) -> int:
         """How many groups those have that a checkpoint has before this number, or at all, and that

@@ -406,3 +406,74 @@ def test_what_nobody_has_claimed_yet_is_saved_on():
     assert found == {0: 2.0}
     copied = pickle.loads(pickle.dumps(again))
     assert copied.state_dict() == again.state_dict()
+
+
+# --- an optimizer that has changed since ----------------------------------------------------------
+
+EACH = {"scaler": lambda clip, **given: GradScaler("cpu", clip=clip, **given), "control": handed}
+each_object = pytest.mark.parametrize("make", EACH.values(), ids=EACH)
+
+
+def stepped(scaler, *params, size):
+    """The outcome of a step of an optimizer that is made for it."""
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scaler.scale(sum((param * size).sum() for param in params)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    for param in params:
+        param.grad = None
+    return (scaler.outcome if isinstance(scaler, GradScaler) else scaler.control.outcome), optimizer
+
+
+def of_two(make, **given):
+    """Three parameters that names alone tell apart, and what was learned of the first two."""
+    params = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(3)])
+    given = {"model": params} if given.get("named") else {}
+    scaler = make(QuantileClip(0.5, window=8), **given)
+    optimizers = [torch.optim.SGD([param], lr=0.1) for param in params[:2]]
+    saved = trained(scaler, params[:2], optimizers).state_dict()
+    again = make(QuantileClip(0.5, window=8), **given)
+    again.load_state_dict(saved)
+    return again, params
+
+
+@each_object
+def test_names_tell_an_optimizer_to_which_parameters_were_added(make, caplog):
+    again, (small, large, added) = of_two(make, named=True)
+    outcome, kept = stepped(again, added, large, size=LARGE)
+    assert outcome.limit == 200.0  # What was learned of the second, and no more of the new one.
+    outcome, also_kept = stepped(again, small, size=SMALL)
+    assert outcome.limit == 2.0
+    assert "afresh" not in caplog.text
+    assert kept is not also_kept
+
+
+@each_object
+def test_two_that_have_become_one_start_afresh_and_say_so(make, caplog):
+    again, (small, large, _) = of_two(make, named=True)
+    outcome, kept = stepped(again, small, large, size=LARGE)
+    assert outcome.limit == outcome.norm
+    assert "starts afresh for an optimizer of 2 parameters (0, ...)" in caplog.text
+    assert kept.param_groups
+
+
+def test_a_control_says_of_whom_a_checkpoint_knows_nothing(caplog):
+    params, optimizers = pair(4, 5)
+    control = GradientControl(*optimizers, clip=QuantileClip(0.5, window=8))
+    saved = trained(control.as_scaler(), params, optimizers).state_dict()
+    optimizers[1].add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    again = GradientControl(*optimizers, clip=QuantileClip(0.5, window=8))
+    again.load_state_dict(saved)
+    (told,) = [each.getMessage() for each in caplog.records if "afresh" in each.getMessage()]
+    assert "QuantileClip starts afresh for an optimizer of 2 parameters (optimizers[1]." in told
+    assert "GradientControl(model=...)" in told
+
+
+@pytest.mark.parametrize("spoilt", [{"sizes": [None]}, {"shapes": [4]}, {"names": [3]}])
+def test_a_signature_that_is_none_is_a_bad_state(spoilt):
+    params, optimizers = pair(4, 5)
+    scaler = trained(GradScaler("cpu", clip=QuantileClip(0.5, window=8)), params, optimizers)
+    saved = scaler.state_dict()
+    saved["gradilocks_scaler"]["clip"]["states"][0].update(spoilt)
+    with pytest.raises(BadState, match="does not fit"):
+        scaler.load_state_dict(saved)

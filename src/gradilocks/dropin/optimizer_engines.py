@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +34,7 @@ from gradilocks.state.optimizer_match import (
     known_places,
     places_of,
     signature_of,
+    tell_of_a_stranger,
 )
 from gradilocks.step.engine import Engine
 from gradilocks.step.own_step import weakly
@@ -42,7 +42,6 @@ from gradilocks.step.table import GradientTable, every_parameter
 
 __all__ = ["OptimizerEngines"]
 
-_logger = logging.getLogger("gradilocks")
 _TELLING = ("names", "sizes", "shapes")
 
 
@@ -184,7 +183,7 @@ class OptimizerEngines:
             elif not self.clip.by_parameter:
                 engine.recall(place.saved["memory"], params)
             else:
-                self._warn_of_a_stranger(signature)
+                tell_of_a_stranger(signature, self.clip.policy_name, "GradScaler")
         elif before is not None:
             memory = self.known[id(before)][1].memory_for(params)
             engine.recall(save_memory(memory), params)
@@ -236,21 +235,11 @@ class OptimizerEngines:
         places = places_of(mine, saved)
         if not places:
             if self.clip.learns:
-                self._warn_of_a_stranger(mine)
+                tell_of_a_stranger(mine, self.clip.policy_name, "GradScaler")
             return None
         if _must_tell(self.clip, [saved[place] for place in places]):
             raise _untold(self.clip, len(places), mine["names"])
         return waiting[places[0]]
-
-    def _warn_of_a_stranger(self, mine: dict[str, Any]) -> None:
-        _logger.warning(
-            "%s starts afresh for an optimizer of %d parameters (%s, ...): the state_dict that was "
-            "loaded does not know it. Parameters that were added since are told from the others by "
-            "their names, GradScaler(model=...).",
-            self.clip.policy_name,
-            len(mine["names"]),
-            ", ".join(mine["names"][:1]),
-        )
 
     def _refuse_untold(self, optimizer: Any, names: Names) -> None:
         """Raises if the clip goes by names, or its memory does, and they cannot be told here."""
