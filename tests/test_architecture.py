@@ -261,7 +261,7 @@ NUMBERS = {
     "_torch.py": {
         "bool(getattr(getattr(model, '_join_config', None), 'enable', False))",
         "bool(getattr(param, '_fsdp_flattened', False))",
-        "bool(own or _every_post_hook)",
+        "bool(before or after or _every_pre_hook or _every_post_hook)",
         "bool(own or _every_pre_hook)",
     },
     "clip/chained.py": {
@@ -316,14 +316,12 @@ NUMBERS = {
         "int(pair[0].ndim)",
     },
     "record/batch.py": {
-        "bool(counts.any())",  # On the host, as all that a batch has read.
         "bool(numbers['clipped'])",
         "bool(numbers['rejected'])",
         "float(value)",
         "int(elements[place])",
         "int(inf)",
         "int(nan)",
-        "int(number)",
         "int(self.scalars['losses'] or 0)",
     },
     "record/own_numbers.py": {"float(value)"},  # Tensors only where they are on the CPU.

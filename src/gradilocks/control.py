@@ -68,7 +68,7 @@ from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.sample import Weights
 from gradilocks.scale import DynamicScale, resolve_scale
 from gradilocks.state.checkpoint import check_scale, fitted, parts_in, tell_replaced
-from gradilocks.state.optimizer_match import places_of, signature_of
+from gradilocks.state.optimizer_match import places_of, signature_of, tell_of_a_stranger
 from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
 from gradilocks.step.engine import Engine, Evidence, Look, Verdict, look, multiply_
@@ -379,6 +379,8 @@ class GradientControl:
         fresh = {k for k, each in enumerate(checked) if id(each) not in self._parts}
         self._part_states = {k: s for k, s in {**parts, **claimed}.items() if k in fresh}
         self._note_claims(claims, unclaimed, numbers)
+        came = [k for k, each in enumerate(checked) if not any(each is one for one in before)]
+        self._tell_of_strangers(came, unclaimed)
         alive = {id(optimizer) for optimizer in checked}
         self._parts = {each: part for each, part in self._parts.items() if each in alive}
         if self._bad_step_path is not None and not before:
@@ -939,13 +941,19 @@ class GradientControl:
             self._load(state_dict)
         except BadState:
             if before is not None:
-                self._load(before)
+                self._load(before, in_order=True)
             raise
         if policies == "checkpoint" and (not has_other_ranks() or my_rank() == 0):
             has = self._engine.scale_policy, self._engine.clip_policy
             tell_replaced(had, has, "GradientControl", "control")
 
-    def _load(self, state_dict: Mapping[str, Any]) -> None:
+    def _load(self, state_dict: Mapping[str, Any], *, in_order: bool = False) -> None:
+        """Goes on from a checkpoint.
+
+        Args:
+            state_dict: of this class or of another scaler.
+            in_order: whether it has single optimizers in the order in which they are here.
+        """
         if not self._optimizers:  # The scale counts from here on, the rest when it is bound.
             self._engine.load_scale(state_dict)
             self._waiting_state = state_dict
@@ -957,7 +965,7 @@ class GradientControl:
             _, state_dict = self._divided(saved, state_dict, (), self._optimizers)
         steps = self._engine.load(state_dict, self._ranks)
         self._judged.clear()
-        self._load_parts(state_dict)
+        self._load_parts(state_dict, in_order=in_order)
         if self._loads is not None:
             self._loads.note(kept_step=self._engine.next_step == before)
         for each in (self, *self._parts.values()):
@@ -1255,12 +1263,14 @@ class GradientControl:
             parts[number] = state
         return dict(sorted(parts.items()))
 
-    def _load_parts(self, state_dict: Mapping[str, Any]) -> None:
+    def _load_parts(self, state_dict: Mapping[str, Any], *, in_order: bool) -> None:
         """Goes on with what is known of single optimizers, now or when they are stepped alone."""
         unclaimed = parts_in(state_dict)
-        claims = self._claims(self._optimizers, unclaimed, self._names.model)
+        model = self._names.model
+        claims = self._claims(self._optimizers, unclaimed, model, in_order=in_order)
         self._part_states = {place: unclaimed[number] for place, number in claims.items()}
         self._note_claims(claims, unclaimed, {})
+        self._tell_of_strangers(range(len(self._optimizers)), unclaimed)
         for number, optimizer in enumerate(self._optimizers):
             part = self._parts.get(id(optimizer))
             if part is not None and number in self._part_states:
@@ -1277,7 +1287,9 @@ class GradientControl:
         optimizers: Sequence[Any],
         unclaimed: Mapping[int, Mapping[str, Any]],
         model: Any,
+        *,
         had: Sequence[Any] = (),
+        in_order: bool = False,
     ) -> dict[int, int]:
         """By the place of an optimizer, the number of the state in `unclaimed` that is of it.
 
@@ -1289,11 +1301,13 @@ class GradientControl:
             unclaimed: of a checkpoint, what is known of single optimizers, by the number there.
             model: names their parameters.
             had: those of `optimizers` that are known already.
+            in_order: whether `unclaimed` has them in the order of `optimizers`.
 
         Raises:
             BadState: which is of an optimizer cannot be told.
         """
         waiting = dict(sorted(unclaimed.items()))
+        unordered = self._grows and not in_order
         claims: dict[int, int] = {}
         for place, optimizer in enumerate(optimizers):
             if not waiting or any(each is optimizer for each in had):
@@ -1305,7 +1319,7 @@ class GradientControl:
             else:
                 mine = signature_of(optimizer, Names(model, (optimizer,)))
                 found = [numbers[at] for at in places_of(mine, signatures)]
-            if len(found) > 1 and self._grows and self._must_tell([waiting[k] for k in found]):
+            if len(found) > 1 and unordered and self._must_tell([waiting[k] for k in found]):
                 policy = self._engine.clip_policy.policy_name
                 raise BadState(_UNTOLD.format(policy=policy, count=len(found)))
             if found:
@@ -1329,6 +1343,18 @@ class GradientControl:
         taken = set(claims.values())
         self._unclaimed = {k: state for k, state in unclaimed.items() if k not in taken}
         self._numbers = {**numbers, **claims} if self._grows else {}
+
+    def _tell_of_strangers(
+        self, came: Sequence[int], unclaimed: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """Tells the log of those who `came` of whom the checkpoint knows others and not them."""
+        policy = self._engine.clip_policy
+        if not unclaimed or not policy.learns or (len(self._optimizers) == 1 and not self._grows):
+            return
+        for place in came:
+            if place not in self._part_states:
+                mine = signature_of(self._optimizers[place], self._names)
+                tell_of_a_stranger(mine, policy.policy_name, "GradientControl")
 
     def _groups_unclaimed(self, *, before: int | None) -> int:
         """How many groups those have that a checkpoint has before this number, or at all, and that
@@ -1384,7 +1410,7 @@ class GradientControl:
             settles = model_ranks is None and engine.begin(gradients)
             if settles:
                 own: Any = self._optimizers[0]
-                direct = own is gradients.found_by and bool(own.is_direct())
+                direct = own is gradients.found_by and own.is_direct()
                 # Work out an optimizer's rates where the step is settled: one launch less.
                 rating = own.ready(gradients) if direct else None
             verdict = engine.decide(
@@ -1725,10 +1751,11 @@ class GradientControl:
 
 
 _UNTOLD = (
-    "the state_dict has what clip={policy}(...) knows of {count} optimizers whose parameters have "
-    "the same names and shapes, and which of them comes first cannot be told. Name the parameters "
-    'in the run that saves and in the one that loads, GradientControl(model={{"one": model, '
-    '"other": other}}), or say the order before the first step: control.bind(optimizer, another).'
+    "what clip={policy}(...) knows, from a state_dict, is of {count} optimizers whose parameters "
+    "have the same names and shapes, and which of them comes first cannot be told. Name the "
+    "parameters, in the run that saves and in the one that loads: "
+    'GradientControl(model={{"one": model, "other": other}}); or say the order before the first '
+    "step: control.bind(optimizer, another)."
 )
 
 _UNBOUND = (

@@ -340,6 +340,26 @@ def test_what_a_scaler_saves_after_an_addition_loads_again(clip):
     )
 
 
+@every_policy
+def test_a_scaler_with_a_model_knows_parameters_in_another_order(clip):
+    net = network()
+    scaler = GradScaler("cpu", clip=clip, model=net)
+    optimizer = sgd(of(net, "a", "b"))
+    for _ in range(3):
+        scaled(scaler, optimizer, a=1.0, b=10.0)
+    saved = through_json(scaler.state_dict())
+    again = _scaler_from(saved, clip)
+    optimizer = sgd(of(again.model, "c", "b", "a"))
+    assert scaled(again, optimizer, a=2.0, b=20.0, c=7.0) == pytest.approx(
+        {"a.weight": 1.001, "b.weight": 10.01, "c.weight": 7.0}
+    )
+    again = _scaler_from(saved, clip)
+    optimizer = sgd(of(again.model, "b", "a"))
+    assert scaled(again, optimizer, a=2.0, b=20.0) == pytest.approx(
+        {"a.weight": 1.001, "b.weight": 10.01}
+    )
+
+
 def test_a_scaler_without_names_says_that_it_starts_afresh(caplog):
     def grown(scaler, params):
         optimizer = sgd(params)

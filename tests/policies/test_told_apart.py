@@ -39,13 +39,11 @@ def pair(*shapes):
 
 
 def step(scaler, param, optimizer, size, *, update=True):
-    for each in optimizer.param_groups:
-        for one in each["params"]:
-            one.grad = None
     scaler.scale((param * size).sum()).backward()
     scaler.step(optimizer)
     if update:
         scaler.update()
+    param.grad = None
     return scaler.outcome if isinstance(scaler, GradScaler) else scaler.control.outcome
 
 
@@ -53,8 +51,6 @@ def trained(scaler, params, optimizers, count=6):
     for _ in range(count):
         for param, optimizer, size in zip(params, optimizers, (SMALL, LARGE), strict=True):
             step(scaler, param, optimizer, size, update=optimizer is optimizers[-1])
-    for param in params:
-        param.grad = None
     return scaler
 
 
@@ -363,6 +359,17 @@ def test_a_control_refuses_what_it_cannot_tell_apart_before_anything_moves():
     assert step(again, params[1], optimizers[1], LARGE).limit == 200.0
 
 
+def test_a_bad_state_changes_nothing_where_optimizers_are_alike():
+    params, optimizers = pair(4, 4)
+    scaler = trained(handed(QuantileClip(0.5, window=8)), params, optimizers)
+    before = scaler.state_dict()
+    for refused in (before, {**before, "scale": -1.0}):
+        with pytest.raises(BadState):
+            scaler.load_state_dict(refused)
+        assert scaler.state_dict() == before
+    assert step(scaler, params[1], optimizers[1], LARGE).limit == 200.0
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_optimizers_given_in_another_order_find_what_is_theirs(order):
     params, optimizers = pair(4, 5)
@@ -375,6 +382,20 @@ def test_optimizers_given_in_another_order_find_what_is_theirs(order):
     assert step(other.as_scaler(), params[0], optimizers[0], SMALL).limit == 2.0
 
 
+@pytest.mark.parametrize("bound", [True, False])
+def test_what_is_learned_of_each_parameter_bears_another_optimizer(bound):
+    """Behind as_scaler(), where the first has learned before the second comes."""
+    params, optimizers = pair(4, 5)
+    control = GradientControl(*optimizers[:bound], clip=AdaGC(warmup=1))
+    scaler = control.as_scaler()
+    for _ in range(3):
+        step(scaler, params[0], optimizers[0], SMALL)
+    trained(scaler, params, optimizers, count=2)
+    states = [state["gradilocks"] for _, state in control.state_dict()["gradilocks"]["parts"]]
+    assert [state["clip_state"]["count"] for state in states] == [5, 2]
+    assert [len(state["clip_state"]["usual"]) for state in states] == [1, 1]
+
+
 def test_what_nobody_has_claimed_yet_is_saved_on():
     params, optimizers = pair(4, 5)
     saved = trained(handed(QuantileClip(0.5, window=8)), params, optimizers).state_dict()
@@ -385,3 +406,74 @@ def test_what_nobody_has_claimed_yet_is_saved_on():
     assert found == {0: 2.0}
     copied = pickle.loads(pickle.dumps(again))
     assert copied.state_dict() == again.state_dict()
+
+
+# --- an optimizer that has changed since ----------------------------------------------------------
+
+EACH = {"scaler": lambda clip, **given: GradScaler("cpu", clip=clip, **given), "control": handed}
+each_object = pytest.mark.parametrize("make", EACH.values(), ids=EACH)
+
+
+def stepped(scaler, *params, size):
+    """The outcome of a step of an optimizer that is made for it."""
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scaler.scale(sum((param * size).sum() for param in params)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    for param in params:
+        param.grad = None
+    return (scaler.outcome if isinstance(scaler, GradScaler) else scaler.control.outcome), optimizer
+
+
+def of_two(make, **given):
+    """Three parameters that names alone tell apart, and what was learned of the first two."""
+    params = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(3)])
+    given = {"model": params} if given.get("named") else {}
+    scaler = make(QuantileClip(0.5, window=8), **given)
+    optimizers = [torch.optim.SGD([param], lr=0.1) for param in params[:2]]
+    saved = trained(scaler, params[:2], optimizers).state_dict()
+    again = make(QuantileClip(0.5, window=8), **given)
+    again.load_state_dict(saved)
+    return again, params
+
+
+@each_object
+def test_names_tell_an_optimizer_to_which_parameters_were_added(make, caplog):
+    again, (small, large, added) = of_two(make, named=True)
+    outcome, kept = stepped(again, added, large, size=LARGE)
+    assert outcome.limit == 200.0  # What was learned of the second, and no more of the new one.
+    outcome, also_kept = stepped(again, small, size=SMALL)
+    assert outcome.limit == 2.0
+    assert "afresh" not in caplog.text
+    assert kept is not also_kept
+
+
+@each_object
+def test_two_that_have_become_one_start_afresh_and_say_so(make, caplog):
+    again, (small, large, _) = of_two(make, named=True)
+    outcome, kept = stepped(again, small, large, size=LARGE)
+    assert outcome.limit == outcome.norm
+    assert "starts afresh for an optimizer of 2 parameters (0, ...)" in caplog.text
+    assert kept.param_groups
+
+
+def test_a_control_says_of_whom_a_checkpoint_knows_nothing(caplog):
+    params, optimizers = pair(4, 5)
+    control = GradientControl(*optimizers, clip=QuantileClip(0.5, window=8))
+    saved = trained(control.as_scaler(), params, optimizers).state_dict()
+    optimizers[1].add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    again = GradientControl(*optimizers, clip=QuantileClip(0.5, window=8))
+    again.load_state_dict(saved)
+    (told,) = [each.getMessage() for each in caplog.records if "afresh" in each.getMessage()]
+    assert "QuantileClip starts afresh for an optimizer of 2 parameters (optimizers[1]." in told
+    assert "GradientControl(model=...)" in told
+
+
+@pytest.mark.parametrize("spoilt", [{"sizes": [None]}, {"shapes": [4]}, {"names": [3]}])
+def test_a_signature_that_is_none_is_a_bad_state(spoilt):
+    params, optimizers = pair(4, 5)
+    scaler = trained(GradScaler("cpu", clip=QuantileClip(0.5, window=8)), params, optimizers)
+    saved = scaler.state_dict()
+    saved["gradilocks_scaler"]["clip"]["states"][0].update(spoilt)
+    with pytest.raises(BadState, match="does not fit"):
+        scaler.load_state_dict(saved)

@@ -298,6 +298,16 @@ def test_a_scaler_says_whose_settings_there_are(policies):
         made.load_state_dict(made.state_dict(), policies=policies)
 
 
+@each_object
+def test_what_is_no_scalers_state_is_refused_whatever_is_kept(kind):
+    made = MAKERS[kind](model(), clip=1.0)
+    before = made.state_dict()
+    for nonsense in ({"foo": 1}, {"loss_scaler": None}, {"scale": "x"}):
+        with pytest.raises(BadState, match="scale"):
+            made.load_state_dict(nonsense, policies=kind)
+    assert made.state_dict() == before
+
+
 # --- groups and patterns --------------------------------------------------------------------------
 
 
@@ -406,6 +416,7 @@ def test_a_clip_of_a_checkpoint_that_does_not_fit_is_a_bad_state(clip, bound):
         ),
         ("scaler", lambda s: s["gradilocks_scaler"]["clip"].update(policy=None)),
         ("scaler", lambda s: s["gradilocks_scaler"].update(scale=3)),
+        ("scaler", lambda s: s["gradilocks_scaler"]["scale"].pop("state")),
     ],
 )
 def test_a_spoilt_state_is_a_bad_state_and_changes_nothing(kind, spoil):
@@ -419,13 +430,33 @@ def test_a_spoilt_state_is_a_bad_state_and_changes_nothing(kind, spoil):
     assert made.state_dict() == before
 
 
+@each_object
+@pytest.mark.parametrize("policies", ["checkpoint", "own"])
+def test_settings_that_no_machine_holds_are_a_bad_state(kind, policies):
+    net = model()
+    make = MAKERS[kind]
+    made = make(net, clip=QuantileClip(window=8), scale=DynamicScale.deepspeed())
+    before = made.state_dict()
+    for old, new in (("window", 10**30), ("delay", 10**30)):
+        text = json.dumps(before)
+        place = text.index(f'"{old}": ') + len(old) + 4
+        end = min(text.index(mark, place) for mark in ",}")
+        saved = json.loads(text[:place] + str(new) + text[end:])
+        if policies == "checkpoint":
+            with pytest.raises(BadState, match="cannot start"):
+                made.load_state_dict(saved)
+        else:
+            made.load_state_dict(saved, policies=kind)
+        assert made.state_dict() == before
+
+
 # --- strict JSON ----------------------------------------------------------------------------------
 
 INFINITE = {
     "order": ClipByNorm(1.0, order=math.inf),
     "max_norm": ClipByNorm(math.inf),
     "value": ClipByValue(math.inf),
-    "each": ClipPerTensor(1.0, order=math.inf),
+    "each": ClipPerTensor(math.inf, order=math.inf),
     "groups": ClipPerGroup({0: math.inf, "bias": None}, otherwise=math.inf, order=math.inf),
     "warm-up": AdaGC(warmup_norm=math.inf),
     "chain": chain(ClipPerTensor(1.0, order=math.inf), ClipByNorm(math.inf, order=math.inf)),
@@ -444,17 +475,25 @@ def test_a_state_is_strict_json_whatever_is_infinite_in_it(kind, clip):
     assert json.dumps(again.state_dict(), allow_nan=False) == text
 
 
+def as_before(state):
+    """What was saved before infinity was written so that strict JSON has it."""
+    if isinstance(state, dict):
+        return {key: as_before(value) for key, value in state.items()}
+    if not isinstance(state, (list, tuple)):
+        return state
+    return math.inf if list(state) == ["float", "inf"] else type(state)(map(as_before, state))
+
+
 @each_object
-def test_a_state_of_before_with_infinity_in_it_loads(kind):
+@pytest.mark.parametrize("clip", INFINITE.values(), ids=INFINITE)
+def test_a_state_of_before_with_infinity_in_it_loads(kind, clip):
     net = model()
-    made = MAKERS[kind](net, clip=ClipByNorm(1.0, order=math.inf))
-    saved = made.state_dict()
-    ours = saved["gradilocks" if kind == "control" else "gradilocks_scaler"]
-    policy = ours["clip_policy"] if kind == "control" else ours["clip"]["policy"]
-    policy["config"]["order"] = math.inf
-    again = MAKERS[kind](net, clip=ClipByNorm(1.0))
-    again.load_state_dict(saved)
-    assert policies_of(again)[1] == ClipByNorm(1.0, order=math.inf)
+    saved = trained(MAKERS[kind](net, clip=clip), net).state_dict()
+    again = MAKERS[kind](net, clip=clip)
+    again.load_state_dict(json.loads(json.dumps(as_before(saved))))
+    assert "Infinity" in json.dumps(as_before(saved))
+    assert policies_of(again)[1] == clip
+    assert again.state_dict() == saved
 
 
 @dataclass(frozen=True)

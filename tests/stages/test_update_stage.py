@@ -86,7 +86,9 @@ def test_a_wrapped_step_is_still_recognised():
 
 
 class Attributes:
-    """Anything that attributes can be set on."""
+    """An optimizer without parameters, on which attributes can be set."""
+
+    param_groups = ()
 
 
 def test_what_was_handed_over_is_taken_back():

@@ -68,8 +68,9 @@ class ClipPerGroup(ClipPolicy):
 
     Args:
         limits: from a group to its largest norm, or to None for no limit. A group is named by its
-            number (0), by the "name" in its param_group, or by a pattern of parameter names as in
-            a shell ("embed.*", "*.bias"). The first that fits a parameter counts.
+            number (0), counted over all optimizers in their order, by the "name" in its
+            param_group, or by a pattern of parameter names as in a shell ("embed.*", "*.bias"). The
+            first that fits a parameter counts.
         otherwise: the limit for all other parameters together; None for none.
         order: the p of the norm, at least 1.
 

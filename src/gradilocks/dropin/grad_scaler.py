@@ -138,6 +138,8 @@ class _OptimizerStep(NamedTuple):
     """Its parameters with gradients."""
     dtypes: Collection[torch.dtype] | None = None
     """Those of the gradients, if they have been looked at."""
+    device: torch.device | None = None
+    """That of the gradients, if they have been looked at and lie on one."""
     engine: Engine | None = None
     seen: Look | None = None
     """What `unscale_` found in the gradients."""
@@ -182,7 +184,8 @@ class GradScaler(torch.amp.GradScaler):
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
         min_scale: the floor under the scale; by default the smallest normal float32.
         max_scale: the ceiling; a growth that would pass it is not taken.
-        model: the module that names the parameters in `outcome` and in error messages.
+        model: the module that names the parameters in `outcome` and in error messages; of several,
+            a mapping from a prefix to each. After a load it tells optimizers of equal shapes apart.
         process_group: the ranks that must skip together when gradients are sharded plain tensors,
             besides those that share a mesh of DTensors.
         policy: a scale policy in place of torch's rule and its numbers, such as HeadroomScale().
@@ -425,9 +428,9 @@ class GradScaler(torch.amp.GradScaler):
             flag = self._skip_flag(optimizer, flags, known_reader=known_reader)
             self._tell(optimizer, flag)
             asked = {**state, "found_inf_per_device": {flag.device: flag}}
-            dtypes, maybe = self._now.steps[id(optimizer)].dtypes, self._maybe_opt_step
-            if dtypes is None or not HALF.isdisjoint(dtypes):
-                maybe = moving(optimizer, maybe)
+            known, maybe = self._now.steps[id(optimizer)], self._maybe_opt_step
+            if known.dtypes is None or not HALF.isdisjoint(known.dtypes):
+                maybe = moving(optimizer, maybe, known.device)
             returned = maybe(optimizer, asked, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return returned
@@ -740,6 +743,7 @@ class GradScaler(torch.amp.GradScaler):
                 optimizer,
                 gradients.params,
                 gradients.dtypes,
+                gradients.device,
                 engine=engine,
                 seen=seen,
                 measured=measured,
@@ -935,9 +939,9 @@ class GradScaler(torch.amp.GradScaler):
             multiplier = torch.ones_like(scale) if unscaled else torch.reciprocal(scale)
             if must_skip_on_host(optimizer, found_inf, multiplier):
                 return None
-        dtypes, step = self._now.steps[id(optimizer)].dtypes, optimizer.step
-        if dtypes is None or not HALF.isdisjoint(dtypes):
-            step = moving(optimizer, step)
+        known, step = self._now.steps[id(optimizer)], optimizer.step
+        if known.dtypes is None or not HALF.isdisjoint(known.dtypes):
+            step = moving(optimizer, step, known.device)
         with handing_over(
             optimizer,
             grad_scale=None if unscaled else scale,

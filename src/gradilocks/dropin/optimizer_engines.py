@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +34,7 @@ from gradilocks.state.optimizer_match import (
     known_places,
     places_of,
     signature_of,
+    tell_of_a_stranger,
 )
 from gradilocks.step.engine import Engine
 from gradilocks.step.own_step import weakly
@@ -42,7 +42,6 @@ from gradilocks.step.table import GradientTable, every_parameter
 
 __all__ = ["OptimizerEngines"]
 
-_logger = logging.getLogger("gradilocks")
 _TELLING = ("names", "sizes", "shapes")
 
 
@@ -184,7 +183,7 @@ class OptimizerEngines:
             elif not self.clip.by_parameter:
                 engine.recall(place.saved["memory"], params)
             else:
-                self._warn_of_a_stranger(signature)
+                tell_of_a_stranger(signature, self.clip.policy_name, "GradScaler")
         elif before is not None:
             memory = self.known[id(before)][1].memory_for(params)
             engine.recall(save_memory(memory), params)
@@ -236,21 +235,11 @@ class OptimizerEngines:
         places = places_of(mine, saved)
         if not places:
             if self.clip.learns:
-                self._warn_of_a_stranger(mine)
+                tell_of_a_stranger(mine, self.clip.policy_name, "GradScaler")
             return None
         if _must_tell(self.clip, [saved[place] for place in places]):
             raise _untold(self.clip, len(places), mine["names"])
         return waiting[places[0]]
-
-    def _warn_of_a_stranger(self, mine: dict[str, Any]) -> None:
-        _logger.warning(
-            "%s starts afresh for an optimizer of %d parameters (%s, ...): the state_dict that was "
-            "loaded does not know it. Parameters that were added since are told from the others by "
-            "their names, GradScaler(model=...).",
-            self.clip.policy_name,
-            len(mine["names"]),
-            ", ".join(mine["names"][:1]),
-        )
 
     def _refuse_untold(self, optimizer: Any, names: Names) -> None:
         """Raises if the clip goes by names, or its memory does, and they cannot be told here."""
@@ -304,6 +293,7 @@ class OptimizerEngines:
             raise BadState(
                 f"what the clip policy has learned, in the state_dict, does not fit: {states!r:.80}"
             )
+        load_memory(policy, None, 0)  # Whether it can start at all.
         for state in states:
             load_memory(policy, state["memory"], len(state["names"]))
             same = [each for each in states if all(each.get(k) == state.get(k) for k in _TELLING)]
@@ -400,10 +390,10 @@ def _untold(clip: ClipPolicy, count: int, names: Sequence[str]) -> BadState:
     """What to raise if it cannot be told which of several states is an optimizer's."""
     named = ", ".join(names[:2])
     return BadState(
-        f"the state_dict has what clip={clip.policy_name}(...) knows of {count} optimizers whose "
-        f"parameters have the same names and shapes ({named}, ...). Which optimizer is which "
-        "cannot be told, and the order of their steps is no proof. Name the parameters in the run "
-        'that saves and in the one that loads: GradScaler(..., model={"one": model, "other": '
-        "other}). To go on from this state_dict without what was learned: "
-        f"state_dict[{SCALERS!r}]['clip']['states'] = ()."
+        f"what clip={clip.policy_name}(...) knows, from a state_dict or from the scaler that this "
+        f"one is a copy of, is of {count} optimizers whose parameters have the same names and "
+        f"shapes ({named}, ...). Which optimizer is which cannot be told, and the order of their "
+        "steps is no proof. Name the parameters, in the run that saves and in the one that loads: "
+        'GradScaler(..., model={"one": model, "other": other}). To go on from a state_dict without '
+        f"what was learned: state_dict[{SCALERS!r}]['clip']['states'] = ()."
     )

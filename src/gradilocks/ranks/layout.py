@@ -81,10 +81,10 @@ def has_other_ranks() -> bool:
     if dist is None:
         return False
     try:
-        is_one_of_several = default_group(dist) is not None
+        is_one_of_several: bool = default_group(dist) is not None
     except AttributeError:
         is_one_of_several = dist.is_initialized()
-    return bool(is_one_of_several) and world_size() > 1
+    return is_one_of_several and world_size() > 1
 
 
 def replicas_of(model: object) -> Any:

@@ -251,6 +251,8 @@ def fitted(
     ours = saved.get("gradilocks")
     if not isinstance(ours, Mapping):
         other = recognize(saved, scale_policy)
+        if other is None:
+            _require(saved, ("scale",), where="state_dict")
         saved = saved if other is None else other.as_torch_saves()
         nothing: dict[str, Any] = {"memory": None, "parameters": None, "streak": 0}
         made = save(scale_policy, clip_policy, fresh, steps=steps, **nothing)
@@ -310,12 +312,12 @@ def fitted_scale(
         kept: from `save_scale`.
     """
     fresh = policy.start(_HOST)
-    mine, state = save_scale(policy, fresh), kept["state"]
+    mine, state = save_scale(policy, fresh), kept.get("state")
     if _kind_of(before) != policy.policy_name:
         return _plain(fresh.growth_tracker), mine
     if isinstance(tracker, int):
         tracker = max(tracker, -policy.delay)
-    most, hysteresis = getattr(policy.as_given, "hysteresis", None), kept["hysteresis"]
+    most, hysteresis = getattr(policy.as_given, "hysteresis", None), kept.get("hysteresis")
     if isinstance(most, int) and isinstance(hysteresis, int):
         hysteresis = min(most, hysteresis)
     state = state if isinstance(state, Mapping) else {}
@@ -442,7 +444,8 @@ def load_scale(policy: ScalePolicy, saved: Mapping[str, Any], kept: Any) -> Scal
         kept: from `save_scale`; None if it was not we who saved it.
     """
     _require(saved, ("scale", "_growth_tracker"), where="state_dict")
-    state, (lowest, highest) = policy.start(_HOST), policy.bounds()
+    state: ScaleState = _started(policy)
+    lowest, highest = policy.bounds()
     state.scale.fill_(min(max(check_scale(saved["scale"]), lowest), highest))
     tracker = _check_count("_growth_tracker", saved["_growth_tracker"], lowest=-policy.delay)
     state.growth_tracker.fill_(tracker)
@@ -552,7 +555,7 @@ def load_memory(policy: ClipPolicy, saved: Any, count: int) -> dict[str, Tensor]
         saved: None if it had nothing to remember, or was saved before its first step.
         count: how many parameters there are.
     """
-    memory = policy.start(_HOST, count)
+    memory: dict[str, Tensor] | None = _started(policy, count)
     if memory is None or saved is None:
         return None
     policy_name = policy.policy_name
@@ -581,6 +584,16 @@ def load_memory(policy: ClipPolicy, saved: Any, count: int) -> dict[str, Tensor]
             )
         tensor.copy_(torch.tensor(checked, dtype=torch.float64).reshape(tensor.shape))
     return memory
+
+
+def _started(policy: Any, *count: int) -> Any:
+    """A state of a policy with the settings of a checkpoint, on the host; or BadState."""
+    try:
+        return policy.start(_HOST, *count)
+    except (OverflowError, RuntimeError, TypeError) as error:  # As of a window of 10^30 norms.
+        raise BadState(
+            f"{policy.policy_name} cannot start with its settings in the state_dict: {error}"
+        ) from error
 
 
 def describe(policy: Any) -> dict[str, Any]:

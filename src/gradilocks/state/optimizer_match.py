@@ -7,13 +7,23 @@ is a model or the optimizer was given them. Places and shapes tell as long as on
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradilocks.names import Names, called_alike, is_unnamed
 from gradilocks.step.table import every_parameter
 
-__all__ = ["FIELDS", "fits_signature", "known_places", "places_of", "signature_of"]
+__all__ = [
+    "FIELDS",
+    "fits_signature",
+    "known_places",
+    "places_of",
+    "signature_of",
+    "tell_of_a_stranger",
+]
+
+_logger = logging.getLogger("gradilocks")
 
 FIELDS = ("names", "sizes", "shapes", "groups")
 """What a signature has. A checkpoint of before has names and sizes alone."""
@@ -105,3 +115,22 @@ def _may_be(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
 def _plain(sizes: Sequence[Any]) -> list[Any]:
     """Numbers, or shapes as lists, which they may have been saved otherwise."""
     return [size if isinstance(size, int) else list(size) for size in sizes]
+
+
+def tell_of_a_stranger(mine: Mapping[str, Any], policy_name: str, owner: str) -> None:
+    """Says, in the log, that a clip policy has learned nothing of an optimizer in a checkpoint.
+
+    Args:
+        mine: from `signature_of`.
+        policy_name: of the clip policy.
+        owner: the class of what has loaded the checkpoint.
+    """
+    _logger.warning(
+        "%s starts afresh for an optimizer of %d parameters (%s, ...): the state_dict that was "
+        "loaded does not know it. Parameters that were added since are told from the others by "
+        "their names, %s(model=...).",
+        policy_name,
+        len(mine["names"]),
+        ", ".join(mine["names"][:1]),
+        owner,
+    )
