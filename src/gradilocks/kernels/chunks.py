@@ -269,10 +269,10 @@ class Addresses:
             known.pop(chunk, None)
         self._in_captures.clear()
         if known:
-            pointers = send(numbers, self.device)
-            self._located = {
-                chunk: each._replace(pointers=pointers) for chunk, each in known.items()
-            }
+            # On the host they are where they are read already.
+            pointers = numbers if self.device.type == "cpu" else send(numbers, self.device)
+            for chunk, each in known.items():
+                self._located[chunk] = Located(each.device, each.chunking, pointers, each.rest)
 
 
 class AddressedTensors(Sequence[Tensor]):
