@@ -40,7 +40,6 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-
 @pytest.mark.usefixtures("mesh")
 def test_all_ranks_are_known_also_where_torch_asks_for_their_group(
     monkeypatch: pytest.MonkeyPatch,

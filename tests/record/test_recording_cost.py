@@ -106,9 +106,7 @@ def watched(many, elements, path, monkeypatch, *, clip=False):
     """As `gradilocks run` does it, in this process."""
     counter = Counter()
     params = parameters(many, elements)
-    made = ScriptRecorder(
-        path, all_ranks=False, git=None, detail_every=DETAIL, **HELD, log=False
-    )
+    made = ScriptRecorder(path, all_ranks=False, git=None, detail_every=DETAIL, **HELD, log=False)
     steps = StepRecorder(lambda: made, warn=pytest.fail)
     calls = ScriptCalls(keeps=True, began=steps.data_wait.forward_begins)
     tracer = ScriptTracer(calls, lambda: made, waits=False)
