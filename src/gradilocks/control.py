@@ -954,12 +954,12 @@ class GradientControl:
             state_dict: of this class or of another scaler.
             in_order: whether it has single optimizers in the order in which they are here.
         """
+        saved = parts_in(state_dict)
         if not self._optimizers:  # The scale counts from here on, the rest when it is bound.
             self._engine.load_scale(state_dict)
             self._waiting_state = state_dict
             return
         before = self._engine.next_step
-        saved = parts_in(state_dict)
         if len(self._optimizers) == 1 and len(saved) == 1 and not self._grows:
             # Saved where others might have come: what is known of the one is known of the whole.
             _, state_dict = self._divided(saved, state_dict, (), self._optimizers)
