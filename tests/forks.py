@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import torch
 
-__all__ = ["fork", "fork_server", "without_leaks"]
+__all__ = ["fork", "fork_server", "until_the_end", "without_leaks"]
+
+T = TypeVar("T")
 
 
 def fork(*, threads: int | None = 1) -> int:
@@ -57,6 +61,13 @@ def fork_server(
         yield process
         assert process.stdin is not None
         process.stdin.close()
+
+
+def until_the_end(context: AbstractContextManager[T]) -> T:
+    """What `context` yields, for as long as this process lives: all files of tests share it."""
+    made = context.__enter__()
+    atexit.register(context.__exit__, None, None, None)
+    return made
 
 
 def without_leaks(said: str) -> str:

@@ -232,6 +232,8 @@ class StepRecord:
     """Makes `statistics` when somebody asks for them."""
     counted: Callable[[], Tensor] | None = None
     """Likewise `counts`, where that takes less than from `statistics`."""
+    numbers: list[float] | None = None
+    """The row on the host, once somebody has read it."""
 
     @functools.cached_property
     def row(self) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import functools
 import json
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gradilocks
-from tests.forks import fork_server
+from tests.forks import fork_server, until_the_end
 
 COMMAND = [sys.executable, "-m", "gradilocks"]
 TIMEOUT = 120.0
@@ -102,9 +101,7 @@ def _forked(
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    context = fork_server(SERVER, env=environment())
-    atexit.register(context.__exit__, None, None, None)
-    return context.__enter__()
+    return until_the_end(fork_server(SERVER, env=environment()))
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:

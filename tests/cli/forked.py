@@ -6,14 +6,13 @@ entry to Python's own end, with files in the place of its standard streams.
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tests.cli.cli_process import environment
-from tests.forks import fork_server, without_leaks
+from tests.forks import fork_server, until_the_end, without_leaks
 
 SERVER = """
 import gc, json, os, runpy, sys
@@ -68,8 +67,8 @@ class Server:
         return subprocess.CompletedProcess(list(map(str, words)), status, out, without_leaks(err))
 
 
-@contextmanager
-def serving() -> Iterator[Server]:
-    """A server, for as long as it is needed."""
-    with fork_server(SERVER, env=environment(OMP_NUM_THREADS="1", COLUMNS="80")) as process:
-        yield Server(process)
+@functools.cache
+def command_server() -> Server:
+    """The server of this process, made at first use."""
+    context = fork_server(SERVER, env=environment(OMP_NUM_THREADS="1", COLUMNS="80"))
+    return Server(until_the_end(context))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,12 @@ import gradilocks
 from gradilocks.lab.audit import Audit
 from tests.cli.audited_scripts import HEAD, LOOP, found_in
 from tests.cli.cli_process import OnATerminal, run
-from tests.cli.forked import Server, serving
+from tests.cli.forked import Server, command_server
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving() as server:
-        yield server
+def server() -> Server:
+    return command_server()
 
 
 @pytest.fixture

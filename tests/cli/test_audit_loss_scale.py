@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cli.audited_scripts import HEAD, LOOP, found_in
-from tests.cli.forked import Server, serving
+from tests.cli.forked import Server, command_server
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving() as server:
-        yield server
+def server() -> Server:
+    return command_server()
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import os
 import subprocess
 import sys
@@ -11,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gradilocks
-from tests.cli.forked import Server, serving
+from tests.cli.forked import command_server
 
 SOURCE = Path(gradilocks.__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -69,15 +67,8 @@ def forked(*words: str, cwd: Path, command: str = "run") -> Shown:
 
     With `command="python"` the script runs without gradilocks.
     """
-    done = _server().run(command, *words, cwd=cwd)
+    done = command_server().run(command, *words, cwd=cwd)
     return Shown(done.returncode, done.stdout, done.stderr)
-
-
-@functools.cache
-def _server() -> Server:
-    context = serving()
-    atexit.register(context.__exit__, None, None, None)
-    return context.__enter__()
 
 
 def both(*words: str, cwd: Path, stdin: str = "") -> tuple[Shown, Shown]:

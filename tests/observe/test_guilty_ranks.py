@@ -6,7 +6,6 @@ and that is said.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from gradilocks import read_run
 from gradilocks.report import examine
 from gradilocks.runfile import Trace
 from tests.observe.sessions import SCRIPTS, write
-from tests.ranks.launched import Ended, Launcher, launching
+from tests.ranks.launched import Ended, Launcher, rank_launcher
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this torch has no torch.distributed"
@@ -25,9 +24,8 @@ GUILTY = SCRIPTS / "guilty_ranks.py"
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with launching() as made:
-        yield made
+def launcher() -> Launcher:
+    return rank_launcher()
 
 
 def _run(launcher: Launcher, folder: Path, *words: object) -> Ended:

@@ -159,7 +159,8 @@ def test_weights_are_measured_alike_where_no_kernel_reaches_them(monkeypatch):
             param.add_(0.01)
         measured.append(weights.norms(torch.device("cpu")))
     for mine, other in zip(*measured, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+        # torch adds 65,536 squares up in float32.
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
 def test_the_copy_of_an_only_parameter_is_its_own(walked_in):

@@ -14,7 +14,7 @@ from gradilocks.observe.gradient_reader import WatchedGradients
 from gradilocks.observe.script_tracer import ScriptTracer
 from gradilocks.step import events
 from gradilocks.step.events import Step
-from tests.observe.sessions import forked, process, write
+from tests.observe.sessions import forked, write
 
 SCRIPT = """
 import torch
@@ -49,7 +49,7 @@ def test_the_skipped_step_is_traced_and_no_number_changes(words, optimizer, tmp_
     write(tmp_path, "train.py", SCRIPT.format(optimizer=optimizer))
     shown = forked(*words, "-o", "a.jsonl", "train.py", cwd=tmp_path)
     assert shown.status == 0, shown.err
-    assert shown.out == process("train.py", cwd=tmp_path).out
+    assert shown.out == forked("train.py", cwd=tmp_path, command="python").out
     assert shown.out.splitlines()[-1] == "False"
     run = read_run(tmp_path / "a.jsonl")
     assert [s.step for s in run.steps if s.skipped] == [5, 6, 10]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from gradilocks import read_run
 from gradilocks.report import examine
 from gradilocks.runfile import Run
 from tests.observe.sessions import SCRIPTS, process, write
-from tests.ranks.launched import Launcher, launching
+from tests.ranks.launched import Launcher, rank_launcher
 
 DDP = """
 import gc
@@ -50,12 +49,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_ranks_train_as_before_and_rank_0_records(tmp_path):
+@pytest.fixture(scope="module")
+def launcher() -> Launcher:
+    return rank_launcher()
+
+
+def test_ranks_train_as_before_and_rank_0_records(launcher, tmp_path):
     write(tmp_path, "train.py", DDP)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    plain = process(*torchrun, "train.py", cwd=tmp_path)
-    assert plain.status == 0, plain.err
+    plain = launcher.run("train.py", cwd=tmp_path)
+    assert plain.statuses == [0, 0], plain.err
     before = [(tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1)]
+    # By torchrun itself, which imports torch three times.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     shown = process(*torchrun, "-m", "gradilocks", "run", "-o", "a.jsonl", "train.py", cwd=tmp_path)
     assert shown.status == 0, shown.err
     assert [(tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1)] == before
@@ -65,20 +70,18 @@ def test_ranks_train_as_before_and_rank_0_records(tmp_path):
     assert run.optimizers[0].names == ("0.weight", "0.bias", "1.weight", "1.bias")
     assert not (tmp_path / "a.rank1.jsonl").exists()
     assert shown.err.count("gradilocks: recorded") == 1
-    ours = ["-m", "gradilocks", "run", "--all-ranks", "-o", "b.jsonl", "train.py"]
-    shown = process(*torchrun, *ours, cwd=tmp_path)
-    assert shown.status == 0, shown.err
+
+
+def test_with_all_ranks_each_has_a_file(launcher, tmp_path):
+    write(tmp_path, "train.py", DDP)
+    command = ("gradilocks", "run", "--all-ranks", "-o", "b.jsonl", "train.py")
+    shown = launcher.run(*command, cwd=tmp_path)
+    assert shown.statuses == [0, 0], shown.err
     assert len(read_run(tmp_path / "b.jsonl").steps) == 5
     assert read_run(tmp_path / "b.rank1.jsonl").header.rank == 1
-    for name in ("b.jsonl", "b.rank1.jsonl"):
-        assert shown.err.count(f"gradilocks: recording to {name}\n") == 1
-        assert shown.err.count(f", in {name}\n") == 1
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with launching() as made:
-        yield made
+    for err, name in zip(shown.err, ("b.jsonl", "b.rank1.jsonl"), strict=True):
+        assert err.count(f"gradilocks: recording to {name}\n") == 1
+        assert err.count(f", in {name}\n") == 1
 
 
 def _watched(launcher: Launcher, folder: Path, script: str, *words: str) -> tuple[Run, list[str]]:

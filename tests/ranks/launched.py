@@ -6,16 +6,15 @@ of them fails it may end the others as torchrun does, by SIGTERM. Streams go to 
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests import PATIENCE
 from tests.cli.cli_process import environment
-from tests.forks import fork_server, without_leaks
+from tests.forks import fork_server, until_the_end, without_leaks
 
 SERVER = """
 import gc, json, os, runpy, signal, socket, sys, time
@@ -116,8 +115,8 @@ class Launcher:
         return Ended(statuses, *streams)
 
 
-@contextmanager
-def launching() -> Iterator[Launcher]:
-    """A launcher, for as long as it is needed."""
-    with fork_server(SERVER, env=environment(OMP_NUM_THREADS="1", COLUMNS="80")) as process:
-        yield Launcher(process)
+@functools.cache
+def rank_launcher() -> Launcher:
+    """The launcher of this process, made at first use."""
+    context = fork_server(SERVER, env=environment(OMP_NUM_THREADS="1", COLUMNS="80"))
+    return Launcher(until_the_end(context))

@@ -6,7 +6,6 @@ step; the checkpoint goes on in one process; rank 0's run file ends readable.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 import gradilocks
 from gradilocks import read_run
 from gradilocks.report import examine
-from tests.ranks.launched import Launcher, launching
+from tests.ranks.launched import Launcher, rank_launcher
 
 TRAIN = """
 import copy, json, os, signal, sys, time
@@ -121,9 +120,8 @@ with recorder:
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with launching() as made:
-        yield made
+def launcher() -> Launcher:
+    return rank_launcher()
 
 
 CASES = [

@@ -943,7 +943,11 @@ class GradScaler(torch.amp.GradScaler):
         if known.dtypes is None or not HALF.isdisjoint(known.dtypes):
             step = moving(optimizer, step, known.device)
         with handing_over(
-            optimizer, grad_scale=None if unscaled else scale, found_inf=found_inf, consume=True
+            optimizer,
+            grad_scale=None if unscaled else scale,
+            found_inf=found_inf,
+            consume=True,
+            on_host=any(device.type == "cpu" for device in state["found_inf_per_device"]),
         ):
             returned: float | None = step(*args, **kwargs)
         if not unscaled:
@@ -1011,7 +1015,11 @@ class GradScaler(torch.amp.GradScaler):
             asked = {"found_inf_per_device": {decision.skip.device: decision.skip}}
             returned = maybe(optimizer, asked, **kwargs)
         elif not must_skip_on_host(optimizer, decision.skip, torch.ones_like(decision.skip)):
-            with handing_over(optimizer, grad_scale=None, found_inf=decision.skip, consume=True):
+            host = gradients.device is None or gradients.device.type == "cpu"
+            skip = decision.skip
+            with handing_over(
+                optimizer, grad_scale=None, found_inf=skip, consume=True, on_host=host
+            ):
                 returned = step(**kwargs)
         engine.conclude(verdict, moves=False)
         return returned

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import is_
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -86,8 +87,10 @@ class Measured(NamedTuple):
     """Whether the record's statistics tell of zeros and of the largest magnitude."""
 
 
-@dataclass(frozen=True)
-class Reading:
+_NOT_CLIPPED: Mapping[str, Any] = MappingProxyType({})
+
+
+class Reading(NamedTuple):
     """What was found in gradients."""
 
     places: Sequence[int]
@@ -98,7 +101,7 @@ class Reading:
     """How many elements each has."""
     double: bool
     """Whether one of them is float64."""
-    clip: dict[str, Any] = field(default_factory=dict)
+    clip: Mapping[str, Any] = _NOT_CLIPPED
     """`limit` and `clipped` of a Sample; empty if none of them was clipped."""
     clipped: StepRecord | None = None
     """Of them as they are now, if `record` may be of before a clip."""
@@ -203,10 +206,12 @@ def _summed(found: Statistics, *, double: bool) -> StepRecord:
 
 
 def _is_finite(record: StepRecord) -> bool | None:
-    row = record.row
-    if row.device.type != "cpu":
-        return None
-    numbers = fetch(row)
+    numbers = record.numbers
+    if numbers is None:
+        row = record.row
+        if not row.is_cpu:
+            return None
+        numbers = record.numbers = fetch(row)
     return numbers[_NAN] + numbers[_INF] == 0.0
 
 

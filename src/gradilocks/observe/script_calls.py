@@ -130,8 +130,7 @@ class ScriptCalls(StepListener):
             self._searches += 1
             self._searching = True
             # It calls others, or has compiled them since.
-            kept.called.clear()
-            kept.inner.clear()
+            kept.search_again()
             kept.follow([*kept.followed, *_parts(self.models)])
         elif kept.inner_is_new if not self._searching else kept.called and not self._fresh:
             self._searching = False

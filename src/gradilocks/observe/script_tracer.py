@@ -94,16 +94,16 @@ class ScriptTracer(StepListener):
                 self._tracer.catch_up()
         driver = self._drivers.of(step)
         if not step.has_closure:
-            self._meet(step)
+            self._meet(step, driver)
             if not step.is_of_control:
                 self._look_before(step, driver)
 
-    def _meet(self, step: Step) -> None:
+    def _meet(self, step: Step, driver: _Driver) -> None:
         if self._tracer.recorder is None:
             self._tracer.recorder = self._make_recorder()
             # Now, while all of them train: a bad step may be one rank's alone.
             self._tracer.meet_ranks()
-        driver, recorder = self._drivers.of(step), self._tracer.recorder
+        recorder = self._tracer.recorder
         if not driver.steps and recorder is not None:  # It may go on in a file.
             driver.steps = recorder.last_step(step.optimizers[0])
         if self._met != self._calls.met:
@@ -117,10 +117,11 @@ class ScriptTracer(StepListener):
             self._tracer.kept.take()  # Those of an evaluation before it, which was not bad.
 
     def closure_ended(self, step: Step, loss: object, *, failed: bool) -> None:
-        self._drivers.of(step).evaluated = step
+        driver = self._drivers.of(step)
+        driver.evaluated = step
         if not failed and not step.is_of_control:
-            self._meet(step)
-            self._look_before(step, self._drivers.of(step))
+            self._meet(step, driver)
+            self._look_before(step, driver)
 
     def _look_before(self, step: Step, driver: _Driver) -> None:
         """The gradients have been measured, and the parameters are as they were."""

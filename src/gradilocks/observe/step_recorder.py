@@ -361,18 +361,16 @@ class _Introduction:
 class _Attempt:
     """A step that has begun."""
 
-    index: int
     params: list[Tensor]
     known: _Introduction
     detail: bool
-    whole: bool
-    parts: RankParts | None
-    lr: Any = None
-    counts: list[bool] | None = None
-    reading: Reading | None = None
-    loss: Tensor | None = None
-    weights: Weights | None = None
-    clip: dict[str, Any] = field(default_factory=dict)
+    lr: Any
+    # What follows is filled in later, and is the class's until then.
+    counts: list[bool] | None = field(default=None, init=False)
+    reading: Reading | None = field(default=None, init=False)
+    loss: Tensor | None = field(default=None, init=False)
+    weights: Weights | None = field(default=None, init=False)
+    clip: Mapping[str, Any] | None = field(default=None, init=False)
 
 
 class StepRecorder(StepListener):
@@ -429,18 +427,18 @@ class StepRecorder(StepListener):
         # Gradilocks' own scaler steps such an optimizer another way.
         if is_new and not isinstance(step.driver, GradScaler) and hardly_steps(optimizer):
             self._tell_of_stuck()
-        parts, detail = known.parts, recorder.wants_detail(known.index)
+        detail = recorder.wants_detail(known.index)
         if not recorder.writes:
+            parts = known.parts
             if parts is None and not self.measures:
                 return  # There is nobody to tell.
             detail = detail and parts is not None and parts.has_detail
-        attempt = _Attempt(known.index, params, known, detail, known.whole, parts)
         lr = optimizer.param_groups[0].get("lr")
-        attempt.lr = lr if isinstance(lr, (int, float, Tensor)) else None
-        self._attempts[step] = attempt
+        lr = lr if isinstance(lr, (int, float, Tensor)) else None
+        attempt = self._attempts[step] = _Attempt(params, known, detail, lr)
         if not step.has_closure:
             self._read(step, attempt)
-        if step.driver is optimizer:  # Which is about to change its parameters.
+        if detail and step.driver is optimizer:  # Which is about to change its parameters.
             self._read_weights(attempt)
 
     def _tell_of_stuck(self) -> None:
@@ -455,36 +453,39 @@ class StepRecorder(StepListener):
 
     def _read(self, step: Step, attempt: _Attempt, loss: object = None) -> None:
         """Reads the gradients, and the loss that they came from."""
-        if self._only_losses(attempt):
-            attempt.reading = Reading([], None, [], double=False)
+        known, recorder = attempt.known, self.recorder
+        only_losses = self._only_losses(known)
+        if only_losses:
+            reading = Reading([], None, [], double=False)
         else:
-            attempt.reading = self._reader.read(attempt.known.gradients, detail=attempt.detail)
-        if attempt.parts is not None:
-            attempt.counts = attempt.parts.counts(attempt.params, attempt.reading)
-        step.found = attempt.reading.record
-        step.clipped_found = attempt.reading.clipped
-        step.is_finite = attempt.reading.is_finite()
-        if self.measures and self._only_losses(attempt):
-            seen = self._reader.read(attempt.known.gradients, detail=False)
+            reading = self._reader.read(known.gradients, detail=attempt.detail)
+        attempt.reading = reading
+        if known.parts is not None:
+            attempt.counts = known.parts.counts(attempt.params, reading)
+        if only_losses and self.measures:
+            seen = self._reader.read(known.gradients, detail=False)
             step.found, step.is_finite = seen.record, seen.is_finite()
+        else:
+            step.found, step.is_finite = reading.record, reading.is_finite()
+            step.clipped_found = reading.clipped
         attempt.loss = self.losses.take()
-        if self.recorder is not None and self.recorder.writes:
-            self.recorder.precision(self.losses.formats)
+        if recorder is not None and recorder.writes and not recorder.knows_precision:
+            recorder.precision(self.losses.formats)
         if attempt.loss is None and isinstance(loss, Tensor) and loss.numel() == 1:
             attempt.loss = loss.detach().clone()
         step.loss = attempt.loss
-        attempt.clip = attempt.reading.clip
-        limit = attempt.clip.get("limit")
-        if limit is not None and isinstance(step.carried, Tensor):
-            # The clip was of gradients that carry the scale, as they still do.
-            effect = ClipEffect(limit, attempt.clip["clipped"]).divided(step.carried.detach())
-            attempt.clip = effect._asdict()
+        if reading.clip:
+            attempt.clip, limit = reading.clip, reading.clip.get("limit")
+            if limit is not None and isinstance(step.carried, Tensor):
+                # The clip was of gradients that carry the scale, as they still do.
+                effect = ClipEffect(limit, reading.clip["clipped"]).divided(step.carried.detach())
+                attempt.clip = effect._asdict()
 
-    def _only_losses(self, attempt: _Attempt) -> bool:
+    def _only_losses(self, known: _Introduction) -> bool:
         """Whether rank 0, which has the same gradients or asks for none, needs nothing else of this
         rank."""
         silent = self.recorder is not None and not self.recorder.writes
-        return silent and (attempt.parts is None or not attempt.parts.spread)
+        return silent and (known.parts is None or not known.parts.spread)
 
     def update_begins(self, step: Step) -> None:
         attempt = self._attempts.get(step)
@@ -542,43 +543,45 @@ class StepRecorder(StepListener):
             self._read(step, attempt)
         self.losses.end()
         self.seen += 1
-        reading = attempt.reading
-        if reading is None or self.recorder is None:
+        reading, known, recorder = attempt.reading, attempt.known, self.recorder
+        if reading is None or recorder is None:
             return
-        if attempt.parts is None and not self.recorder.writes:
+        if known.parts is None and not recorder.writes:
             return
-        weight = update = None
+        weight = update = part = None
         if attempt.detail:
             found = reading.record
             home = attempt.params[0].device if found is None else found.row.device
             self._read_weights(attempt)  # If a scaler held the step back, nobody has yet.
             if attempt.weights is not None:
                 weight, update = attempt.weights.moved_by_step(home)
-        part = None
-        if attempt.parts is not None:
-            part = attempt.parts.of_step(reading, attempt.counts, step.carried)
+        if known.parts is not None:
+            part = known.parts.of_step(reading, attempt.counts, step.carried)
+        clip = attempt.clip
         if step.clipped is not None:
-            attempt.clip = {"limit": step.limit, "clipped": step.clipped}
-        sample = Sample(
-            loss=attempt.loss,
-            scale=step.scale,
-            record=reading.record,
-            of_record=_OF_RECORD,
-            norm_is_scaled=True,
-            skip=step.skip,
-            rejected=step.rejected,
-            lr=attempt.lr,
-            carried=step.carried,
-            places=reading.places,
-            elements=reading.elements,
-            weight=weight,
-            update=update,
-            of_rank=not attempt.whole,
-            part=part,
-            waited=self.data_wait.take(),
-            **attempt.clip,
+            clip = {"limit": step.limit, "clipped": step.clipped}
+        recorder.step(
+            known.index,
+            Sample(
+                loss=attempt.loss,
+                scale=step.scale,
+                record=reading.record,
+                of_record=_OF_RECORD,
+                norm_is_scaled=True,
+                skip=step.skip,
+                rejected=step.rejected,
+                lr=attempt.lr,
+                carried=step.carried,
+                places=reading.places,
+                elements=reading.elements,
+                weight=weight,
+                update=update,
+                of_rank=not known.whole,
+                part=part,
+                waited=self.data_wait.take(),
+                **(clip or {}),
+            ),
         )
-        self.recorder.step(attempt.index, sample)
         self.data_wait.step_ended()
 
     def _introduced(self, optimizer: Any, params: list[Tensor]) -> _Introduction:

@@ -586,7 +586,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _step_on_device(self) -> bool:
         """Steps with the kernels; False if torch has to do it."""
         found, self._held = self._held, None
-        if found is None or not found.tensors:  # Held for a step that was not taken.
+        # Held for a step that was not taken, or by kernels of which one has failed since.
+        if found is None or not found.tensors or not kernels.BACKENDS[found.device.type].BY_ADDRESS:
             found = self.gradients()
         try:
             if self._plan is None or found is None or not self._plan.fits(self, found):

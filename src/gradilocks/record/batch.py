@@ -165,8 +165,11 @@ class PendingStep:
         self._take("loss", sample.loss)
         if is_latest or not isinstance(sample.next_scale, Tensor):
             self._take("next_scale", sample.next_scale)
-        if sample.record is not None:
-            self._take("row", sample.record.row)
+        record = sample.record
+        if record is not None and record.numbers is not None:
+            self._take_row(record.numbers)
+        elif record is not None:
+            self._take("row", record.row)
         if sample.spread is not None:
             for name in _SPREAD_SCALARS:
                 self._take(name, getattr(sample.spread, name))
@@ -192,13 +195,15 @@ class PendingStep:
         if not isinstance(what, str):
             self.scalars.update(zip(what, fetch(numbers), strict=True))
         elif what == "row":
-            row, scalars = fetch(numbers), self.scalars
-            for name in self.sample.of_record:
-                scalars[name] = row[_AT[name]]
+            self._take_row(fetch(numbers))
         elif what in _NO_SCALARS:
             (self.scalars[what],) = fetch(numbers)
         else:
             self._columns[what] = numbers
+
+    def _take_row(self, row: list[float]) -> None:
+        for name in self.sample.of_record:
+            self.scalars[name] = row[_AT[name]]
 
     def _columns_of(self, sample: Sample) -> dict[str, Tensor | None]:
         if sample.spread is not None:

@@ -102,8 +102,15 @@ def update(
         grad_scale = decision.divisor
         if grad_scale is None:
             grad_scale = _as_divisor(decision.multiplier)
+        on_host = (
+            any(tensor.is_cpu for tensor in tensors) if device is None else device.type == "cpu"
+        )
         with handing_over(
-            optimizer, grad_scale=grad_scale, found_inf=decision.skip, consume=consume
+            optimizer,
+            grad_scale=grad_scale,
+            found_inf=decision.skip,
+            consume=consume,
+            on_host=on_host,
         ):
             return step()
     if decision.skip.item():
@@ -374,14 +381,31 @@ _ABSENT = object()
 
 @contextmanager
 def handing_over(
-    optimizer: Any, *, grad_scale: Tensor | None, found_inf: Tensor | None, consume: bool = False
+    optimizer: Any,
+    *,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    consume: bool = False,
+    on_host: bool = False,
 ) -> Iterator[None]:
     """Sets `grad_scale` and `found_inf` on the optimizer for one step, whatever becomes of it.
 
     On those inside if it is a known wrapper. A `grad_scale` that the user had set is multiplied in
     and put back afterwards; with `consume` it is put back only if the step raises, and taken away
     otherwise, as torch's scaler does.
+
+    Args:
+        optimizer: takes them inside its own pass.
+        grad_scale, found_inf: 0-d.
+        consume: see above.
+        on_host: whether some of its gradients lie on the host. torch sends both numbers there
+            without a wait, and reads what was there before: a step that is to be skipped may be
+            taken. So they are fetched here.
     """
+    if on_host:
+        grad_scale, found_inf = (
+            None if each is None else each.cpu() for each in (grad_scale, found_inf)
+        )
     inside = None if KINDS.get(type(optimizer)) is None else steppers(optimizer)
     takers = (optimizer,) if inside is None else inside
     before = [

@@ -89,12 +89,12 @@ class KeptInput(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> KeptInput:
-        has_graph = tensor.grad_fn is not None
-        if isinstance(tensor, nn.Parameter):  # torch.utils.swap_tensors refuses weak references.
-            return cls(tensor, version_of(tensor), lambda: tensor, has_graph, tensor.requires_grad)
-        values = tensor.detach() if has_graph or tensor.requires_grad else tensor
-        found = weakref.ref(tensor)
-        return cls(values, version_of(tensor), found, has_graph, tensor.requires_grad)
+        has_graph, requires_grad = tensor.grad_fn is not None, tensor.requires_grad
+        # torch.utils.swap_tensors refuses weak references to a parameter.
+        if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
+            return cls(tensor, version_of(tensor), lambda: tensor, has_graph, requires_grad)
+        values = tensor.detach() if requires_grad else tensor
+        return cls(values, version_of(tensor), weakref.ref(tensor), has_graph, requires_grad)
 
     @property
     def changed(self) -> bool:
@@ -380,19 +380,24 @@ class KeptCalls:
             return
         call = None
         try:
+            habits = self._habits.get(id(module))
+            if habits is None or habits.module() is not module:
+                habits = self._habits[id(module)] = _Habits(module)
             if self._began is not None:
                 self._began()
             if torch.is_grad_enabled():
-                self.called.add(module)
+                if habits.search is not self.called:
+                    self.called.add(module)
+                    habits.search = self.called
                 self.count += 1
                 self._latest = None  # Which holds a batch until here.
-                call = self._begin(module, args) if self._keeps else None
+                call = self._begin(module, args, habits) if self._keeps else None
             else:
                 self._in_passing = True  # What it makes may be given to a model.
         except Exception as error:
             self._give_up(error)
         else:
-            opened.module, opened.call = weakref.ref(module), call
+            opened.module, opened.call = habits.module, call
 
     def _note_inner(self, module: nn.Module, outer: Callable[[], nn.Module | None]) -> None:
         known = self.inner.get(module)
@@ -401,10 +406,7 @@ class KeptCalls:
         if known is None or known() not in self.called:
             self.inner[module], self.inner_is_new = outer, True
 
-    def _begin(self, module: nn.Module, args: Any) -> KeptCall:
-        habits = self._habits.get(id(module))
-        if habits is None or habits.module() is not module:
-            habits = self._habits[id(module)] = _Habits(module)
+    def _begin(self, module: nn.Module, args: Any, habits: _Habits) -> KeptCall:
         return KeptCall(
             module,
             args,
@@ -412,6 +414,10 @@ class KeptCalls:
             generators=habits.generators(),
             precision=habits.precision(),
         )
+
+    def search_again(self) -> None:
+        """Forgets which modules were called, and which inside of others."""
+        self.called, self.inner = weakref.WeakSet(), weakref.WeakKeyDictionary()
 
     def _after(
         self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any = None
@@ -431,7 +437,9 @@ class KeptCalls:
     def _end(
         self, module: nn.Module, call: KeptCall, kwargs: Mapping[str, Any], output: Any
     ) -> None:
-        self._habits[id(module)].note(call)
+        habits = self._habits[id(module)]
+        if habits.looks:
+            habits.note(call)
         if kwargs:
             call.take(kwargs)
         if isinstance(output, Tensor):
@@ -561,6 +569,8 @@ class _Habits:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)
+        self.search: object = None
+        """The set of called modules that it is in."""
         devices = {param.device for param in module.parameters()}
         self._cuda = sorted(each.index for each in devices if each.type == "cuda")
         kinds = sorted({"cpu", *(each.type for each in devices)})
@@ -569,11 +579,16 @@ class _Habits:
         self._calls = 0
         self._python = self._numpy = False
 
+    @property
+    def looks(self) -> bool:
+        """Whether it is not known yet which generators its forward draws from."""
+        return self._calls < _LOOKED_AT
+
     def generators(self) -> Generators:
         """Where they stand."""
-        looks = self._calls < _LOOKED_AT
+        looks = self.looks
         if not (looks or self._cuda or self._python or self._numpy):
-            return Generators(torch.get_rng_state(), {}, None, None)
+            return Generators(torch.default_generator.get_state(), {}, None, None)
         return Generators.now(self._cuda, python=looks or self._python, numpy=looks or self._numpy)
 
     def precision(self) -> Precision:
@@ -585,8 +600,7 @@ class _Habits:
         return self._without_autocast
 
     def note(self, call: KeptCall) -> None:
-        """It has returned."""
-        if self._calls < _LOOKED_AT:
-            self._calls += 1
-            python, numpy = call.generators.moved()
-            self._python, self._numpy = self._python or python, self._numpy or numpy
+        """It has returned, while `looks`."""
+        self._calls += 1
+        python, numpy = call.generators.moved()
+        self._python, self._numpy = self._python or python, self._numpy or numpy
