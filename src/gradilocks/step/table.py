@@ -52,6 +52,7 @@ from gradilocks.ranks.layout import (
 __all__ = [
     "GradientTable",
     "Gradients",
+    "Lists",
     "TableGradients",
     "addresses_of",
     "every_parameter",
