@@ -536,13 +536,13 @@ class StepRecorder(StepListener):
             return
         if known.parts is None and not recorder.writes:
             return
-        weight = update = part = None
+        weight = change = part = None
         if attempt.detail:
             found = reading.record
             home = attempt.params[0].device if found is None else found.row.device
             self._read_weights(attempt)  # If a scaler held the step back, nobody has yet.
             if attempt.weights is not None:
-                weight, update = attempt.weights.moved_by_step(home)
+                weight, change = attempt.weights.norms(home)
         if known.parts is not None:
             part = known.parts.of_step(reading, attempt.counts, step.carried)
         clip = attempt.clip
@@ -563,7 +563,7 @@ class StepRecorder(StepListener):
                 places=reading.places,
                 elements=reading.elements,
                 weight=weight,
-                update=update,
+                change=change,
                 of_rank=not known.whole,
                 part=part,
                 waited=self.data_wait.take(),

@@ -27,7 +27,7 @@ from gradilocks.names import Names
 from gradilocks.ranks.all_parameters import HeldParameter
 from gradilocks.ranks.layout import is_distributed
 from gradilocks.record.memory import peak_of_gpus, peak_of_process
-from gradilocks.record.sample import RankPart, Sample, SpreadSample, update_ratio
+from gradilocks.record.sample import RankPart, Sample, SpreadSample, update_ratios
 from gradilocks.runfile import Culprit, Detail, Logged, OptimizerInfo, RankLosses, Step
 from gradilocks.step.host_copy import HostCopy, fetch
 from gradilocks.step.own_step import weakly
@@ -39,6 +39,7 @@ __all__ = ["Batch", "Pending", "PendingNumbers", "PendingStep", "RecordedOptimiz
 _LIVE = ("scale", "norm", "limit", "clipped", "skip", "rejected", "lr", "carried")
 """What a sample has as numbers, or as tensors that the next step may write to."""
 _live_of = operator.attrgetter(*_LIVE)
+_on_host = operator.attrgetter("on_host")
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _NO_STREAMS: frozenset[Any] = frozenset()
 _SPREAD_SCALARS = ("mean_loss", "losses")
@@ -238,7 +239,7 @@ class PendingStep:
             found = sample.statistics()
             if found is not None:
                 columns |= {"norms": found.norms, "largest": found.largest, "zeros": found.zeros}
-            columns |= {"weight": sample.weight, "update": sample.update}
+            columns |= {"weight": sample.weight, "change": sample.change}
         return columns
 
     def _is_finite(self) -> bool:
@@ -271,7 +272,6 @@ class PendingStep:
         begin = parameters.begin(spread.optimizer)
         end = begin + len(parameters.optimizers[spread.optimizer])
         found = {name: column[begin:end] for name, column in shared._asdict().items()}
-        found["update"] = update_ratio(found["weight"], found.pop("change"))
         found["counts"] = torch.cat((found.pop("nan"), found.pop("inf")))
         return columns | {f"{name} of all": column for name, column in found.items()}
 
@@ -342,7 +342,7 @@ class PendingStep:
         for name in [each for each in self._columns if each.endswith(" of all")]:
             column, short = self.column(name), name.removesuffix(" of all")
             del self._columns[name]
-            if short in ("weight", "update"):  # These run along all parameters.
+            if short in ("weight", "change"):  # These run along all parameters.
                 self._columns[short] = column
             elif short == "counts":
                 half = len(elements)
@@ -399,12 +399,13 @@ class PendingStep:
                 column = [number * factor for number in column]
             return placed(_all_finite(column))
 
-        def of_measured(name: str) -> list[float | None]:
-            column = _all_finite(self.column(name))  # Runs along all parameters.
+        def of_measured(numbers: list[float]) -> list[float | None]:
+            column = _all_finite(numbers)  # Runs along all parameters.
             if all_in_order and len(column) == count:
                 return list(column)
             return placed([column[p] if p < len(column) else None for p in places])
 
+        weight = self.column("weight")
         zeros = zip(self.column("zeros"), sizes, strict=False)
         return Detail(
             norm=unscaled("norms"),
@@ -412,8 +413,8 @@ class PendingStep:
             zeros=placed([number / size if size else None for number, size in zeros]),
             nan=placed(nan),
             inf=placed(inf),
-            weight=of_measured("weight"),
-            update=of_measured("update"),
+            weight=of_measured(weight),
+            update=of_measured(update_ratios(weight, self.column("change"))),
         )
 
 
@@ -512,7 +513,7 @@ class Batch:
     def __init__(self, steps: Sequence[Pending]) -> None:
         self.steps = steps
         self._copies: list[tuple[HostCopy, list[_Entry]]] = []
-        on_host = all([step.on_host for step in steps])
+        on_host = all(map(_on_host, steps))
         elsewhere = {} if on_host else _follow_streams(steps)
         latest: set[int] = set()
         last: PendingStep | None = None
