@@ -329,6 +329,20 @@ def clips(torch_, lost):
     assert gradients == [param.grad]
 
 
+def jit_tracing(torch_, lost):
+    seen = []
+
+    def looks(x):
+        seen.extend((torch_.is_jit_tracing(), lost.is_jit_tracing()))
+        return x + 1
+
+    looks(torch.ones(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.trace(looks, (torch.ones(1),), check_trace=False)
+    assert seen == [False, False, True, True]
+
+
 FOUND = {
     "torch._C.TensorBase": tensor_base,
     "torch.autograd._unsafe_preserve_version_counter": versions_kept,
@@ -346,6 +360,7 @@ FOUND = {
     "torch._C._current_graph_task_id": graph_task,
     "torch._C._functorch.is_functorch_wrapped_tensor": functorch_tensor,
     "torch._C._are_functorch_transforms_active": transforms,
+    "torch._C._is_tracing": jit_tracing,
     "torch._C._is_any_autocast_enabled": autocast,
     "torch._C.DisableTorchFunction": hidden,
     "torch._C._len_torch_dispatch_stack": hidden,
@@ -421,6 +436,21 @@ def late_hooks():
     param.register_post_accumulate_grad_hook(lambda _: None)
     assert len(_torch.post_accumulate_hooks(param)) == 1
     assert not _torch.post_accumulate_hooks(Lacking(param, "_post_accumulate_grad_hooks"))
+
+
+def gradient_hooks():
+    """Beside others', and after a change in place, as the public one."""
+    for lacking in (False, True):
+        seen = []
+        leaf = torch.ones(2, requires_grad=True)
+        made = leaf * 2
+        given = Lacking(made, "_register_hook_dict") if lacking else made
+        _torch.hook_gradient(given, seen.append)
+        made.register_hook(lambda gradient: gradient * 10)
+        made.mul_(5)
+        (made * 3).sum().backward()
+        assert [each.tolist() for each in seen] == [[15.0, 15.0]]  # Of what it was before.
+        assert leaf.grad.tolist() == [300.0, 300.0]
 
 
 def buffers():
@@ -680,6 +710,7 @@ INSTANCE = {
     "_optimizer_step_pre_hooks": hooks("_optimizer_step_pre_hooks"),
     "_parameters": tables("parameters_in", "_parameters"),
     "_post_accumulate_grad_hooks": late_hooks,
+    "_register_hook_dict": gradient_hooks,
     "_schedulers": inner,
     "_spec": local_elements,
     "_step_supports_amp_scaling": amp_flag,

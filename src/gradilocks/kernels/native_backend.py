@@ -34,6 +34,7 @@ from gradilocks.values import Decision, NonFinite, ScaleState, Statistics, StepR
 
 __all__ = [
     "advance",
+    "chunks_of",
     "clamp_",
     "limit",
     "measure",
@@ -66,7 +67,7 @@ def measure(tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = Fal
         return reference.measure(tensors, order=order, detail=detail)
     located = locate(tensors)
     found = torch.empty(5, len(tensors), **_WIDE)
-    _chunks_of(located).measure(_address(located.pointers), ORDERS[order], _address(found))
+    chunks_of(located).measure(_address(located.pointers), ORDERS[order], _address(found))
     if located.rest:
         fill_in(found, [tensors[place] for place in located.rest], located.rest, order)
     return statistics_of(found)
@@ -79,7 +80,7 @@ def multiply_and_check_(
     factor = 1.0 if multiplier is None else float(multiplier)
     located = locate(tensors)
     found = torch.empty(5, len(tensors), **_WIDE)
-    broken = _chunks_of(located).look(_address(located.pointers), factor, _address(found))
+    broken = chunks_of(located).look(_address(located.pointers), factor, _address(found))
     if located.rest:
         rest = [tensors[place] for place in located.rest]
         if multiplier is not None:
@@ -97,7 +98,7 @@ def multiply_(tensors: Sequence[Tensor], multiplier: Tensor) -> None:
     if factor == 1.0:
         return
     located = locate(tensors)
-    _chunks_of(located).multiply(_address(located.pointers), factor)
+    chunks_of(located).multiply(_address(located.pointers), factor)
     if located.rest:
         reference.multiply_([tensors[place] for place in located.rest], multiplier)
     note_written(tensors)
@@ -107,7 +108,7 @@ def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
     """As `reference.multiply_each_`, in one call."""
     wide = factors.to(torch.float64).contiguous()
     located = locate(tensors)
-    _chunks_of(located).multiply_each(_address(located.pointers), _address(wide))
+    chunks_of(located).multiply_each(_address(located.pointers), _address(wide))
     if located.rest:
         rest = [tensors[place] for place in located.rest]
         reference.multiply_each_(rest, factors[list(located.rest)])
@@ -121,7 +122,7 @@ def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:
     if value == math.inf:
         return
     located = locate(tensors)
-    _chunks_of(located).clamp(_address(located.pointers), value)
+    chunks_of(located).clamp(_address(located.pointers), value)
     if located.rest:
         reference.clamp_([tensors[place] for place in located.rest], bound)
     note_written(tensors)
@@ -140,7 +141,7 @@ def limit(tensors: AddressedTensors, bound: float, order: float) -> tuple[Tensor
     """
     located = tensors.at.located
     out = torch.empty(2, **_WIDE)
-    chunks = _chunks_of(located)
+    chunks = chunks_of(located)
     chunks.limit(_address(located.pointers), ORDERS[order], bound, _address(out))
     norm, coefficient = out.unbind()
     return norm, coefficient
@@ -221,7 +222,7 @@ class Settler:
         found = torch.empty(5, len(gradients), **_WIDE)
         row = torch.empty(12, **_WIDE)
         kernel, tables = (None, ()) if rating is None else rating
-        _chunks_of(located).settle(
+        chunks_of(located).settle(
             _address(located.pointers), ORDERS[clip.order], clip.max_norm is not None,
             moves and scale.moves, unscaled, overflow is not None and bool(overflow > 0),
             0 if loss is None else _address(loss), 0 if loss is None else CODES[loss.dtype],
@@ -315,7 +316,7 @@ _MOVING = (torch.float32, torch.int32, torch.int32, torch.int32, torch.int64)
 """Of scale, growth tracker, hysteresis, streak and count of steps."""
 
 
-def _chunks_of(located: Located) -> Any:
+def chunks_of(located: Located) -> Any:
     """The chunks of tensors to be measured or changed, made once for tensors of such sizes."""
     chunking = located.chunking
     chunks = chunking.launches.get(_MEASURED)

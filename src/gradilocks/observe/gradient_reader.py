@@ -20,9 +20,11 @@ the id of a parameter that is gone to a new one, and clearing a gradient ends it
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -33,6 +35,7 @@ from torch import Tensor, nn
 from gradilocks import kernels
 from gradilocks._torch import TensorBase
 from gradilocks.clip import NoClip
+from gradilocks.kernels import native
 from gradilocks.kernels.chunks import AddressedTensors
 from gradilocks.kernels.kernel_results import KernelStatistics
 from gradilocks.kernels.reference import DOUBLE, any_double, summarize
@@ -42,7 +45,7 @@ from gradilocks.scale import NoScale
 from gradilocks.step.events import Clip
 from gradilocks.step.host_copy import fetch
 from gradilocks.step.measure import statistics_of
-from gradilocks.step.table import GradientTable, measurable_gradients
+from gradilocks.step.table import GradientTable, Lists, TableGradients, measurable_gradients
 from gradilocks.values import ROW, Statistics, StepRecord, moved
 
 __all__ = [
@@ -133,7 +136,7 @@ class WatchedGradients:
         is_plain = is_plain and not any(map(is_distributed, params))
         self._table = GradientTable(refuse_twice=False, may_share=True) if is_plain else None
         self._lists = [[params]]
-        self._places: tuple[Any, Sequence[int]] = None, ()  # For what the table has found.
+        self._meter: _Meter | None = None
         self._settler: kernels.Settler | None = None
 
     def measure(self, *, detail: bool) -> Measured | None:
@@ -142,16 +145,19 @@ class WatchedGradients:
         Args:
             detail: also find the largest magnitude and count the zeros.
         """
+        if self._meter is not None:
+            measured = self._meter.measure(self._lists)
+            if measured is not None:
+                return measured
+            assert self._table is not None
+            self._meter = None
+            self._table.forget()
         table = self._table
         found = None if table is None else table.find_addressed(self._lists, name=_unnamed)
         if found is None:
             return self._measure_plain(detail=detail)
-        if found is not self._places[0]:
-            lacks_none = len(found.params) == len(self.params)
-            having = [k for k, p in enumerate(self.params) if lacks_none or p.grad is not None]
-            self._places = found, having
-        places, elements = self._places[1], found.at.sizes
-        double = not DOUBLE.isdisjoint(found.dtypes)
+        lacks_none = len(found.params) == len(self.params)
+        having = [k for k, p in enumerate(self.params) if lacks_none or p.grad is not None]
         tensors = found.addressed
         assert tensors is not None
         try:
@@ -160,7 +166,12 @@ class WatchedGradients:
             return self._measure_plain(detail=detail)
         finally:
             found.release()
-        return Measured(places, record, elements, double=double, detailed=True)
+        double = not DOUBLE.isdisjoint(found.dtypes)
+        measured = Measured(having, record, found.at.sizes, double=double, detailed=True)
+        own = sys.modules.get("gradilocks.kernels.native_backend")  # There where it serves.
+        if found.walker is not None and kernels.BACKENDS[found.device.type] is own:
+            self._meter = _Meter(found, measured, own.chunks_of(found.at.located))
+        return measured
 
     def _settle(self, tensors: AddressedTensors, largest_finite: float) -> StepRecord:
         """As a control with no scale and no clip: in one call, or on a GPU in two launches."""
@@ -188,6 +199,44 @@ class WatchedGradients:
         return Measured(places, _summed(found, double=double), elements, double, detail)
 
 
+class _Meter:
+    """Measures the gradients of a CPU as long as they are of the make that they were of: the walk
+    and the one read in one call of C++.
+
+    Args:
+        found: as a table has found them, which is asked no more as long as this serves.
+        measured: the same, measured.
+        chunks: the CpuChunks that they are measured in.
+    """
+
+    def __init__(self, found: TableGradients, measured: Measured, chunks: Any) -> None:
+        self._walker, self._numbers, self._chunks = found.walker, found.at.numbers, chunks
+        self._before, self._count = measured, len(found.params)
+
+    def measure(self, lists: Lists) -> Measured | None:
+        """What they are now; None if they are of another make."""
+        library = native.library()
+        if library is None:
+            return None
+        rows = torch.empty(5, self._count, dtype=torch.float64, device="cpu")
+        told = library.measure_walk(self._walker, lists, self._chunks, self._numbers, rows)
+        if told is None:
+            return None
+        numbers, norm, nan, inf = told
+        if numbers is not None:
+            self._numbers = numbers
+        row = [0.0] * len(ROW)
+        row[_NORM], row[_NAN], row[_INF] = norm, nan, inf
+        record = StepRecord(
+            lambda: torch.tensor(row, dtype=torch.float64, device="cpu"),
+            _FLAGS[nan + inf > 0.0],
+            partial(KernelStatistics.of, rows),
+            numbers=row,
+        )
+        return self._before._replace(record=record)
+
+
+_FLAGS = tuple(torch.tensor(flag, dtype=torch.float32, device="cpu") for flag in (0.0, 1.0))
 _RULES = NoClip().rules(), NoScale().rules()
 _NORM, _NAN, _INF = (ROW.index(name) for name in ("norm", "nan", "inf"))
 

@@ -237,16 +237,20 @@ class ScriptRecorder(Recorder):
         letters = []
         for pending in arrived:
             if isinstance(pending, PendingNumbers):
-                self._waiting.append((pending, pending.to_logged()))  # Behind the steps before it.
+                behind = self._waiting if self._waiting else self._arrived
+                behind.append((pending, pending.to_logged()))
                 continue
             optimizer = self._optimizers[pending.index]
+            own = pending.to_step(optimizer)
+            if pending.part is None and not self._waiting:  # Nothing stands before it.
+                self.partly += bool(own.of_rank)
+                self._arrived.append((pending, own))
+                continue
             number = pending.step - self._file.steps_before.get(pending.index, 0)
-            step = _WaitingStep(
-                pending, pending.to_step(optimizer), optimizer, number, time.monotonic()
-            )
+            step = _WaitingStep(pending, own, optimizer, number, time.monotonic())
             self._waiting.append(step)
             if pending.part is not None:
-                letters.append(letter_of(pending, step.own, number))
+                letters.append(letter_of(pending, own, number))
         if letters and self._post is not None and self.rank:
             self._post.send({"rank": self.rank, "steps": letters})
         self._sort_in(self.rank, letters)
@@ -548,13 +552,13 @@ class StepRecorder(StepListener):
             return
         if known.parts is None and not recorder.writes:
             return
-        weight = update = part = None
+        weight = change = part = None
         if attempt.detail:
             found = reading.record
             home = attempt.params[0].device if found is None else found.row.device
             self._read_weights(attempt)  # If a scaler held the step back, nobody has yet.
             if attempt.weights is not None:
-                weight, update = attempt.weights.moved_by_step(home)
+                weight, change = attempt.weights.norms(home)
         if known.parts is not None:
             part = known.parts.of_step(reading, attempt.counts, step.carried)
         clip = attempt.clip
@@ -575,7 +579,7 @@ class StepRecorder(StepListener):
                 places=reading.places,
                 elements=reading.elements,
                 weight=weight,
-                update=update,
+                change=change,
                 of_rank=not known.whole,
                 part=part,
                 waited=self.data_wait.take(),

@@ -14,7 +14,7 @@ import math
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from gradilocks.names import Names
 from gradilocks.ranks.all_parameters import HeldParameter
 from gradilocks.ranks.layout import is_distributed
 from gradilocks.record.memory import peak_of_gpus, peak_of_process
-from gradilocks.record.sample import Sample, SpreadSample, update_ratio
+from gradilocks.record.sample import RankPart, Sample, SpreadSample, update_ratios
 from gradilocks.runfile import Culprit, Detail, Logged, OptimizerInfo, RankLosses, Step
 from gradilocks.step.host_copy import HostCopy, fetch
 from gradilocks.step.own_step import weakly
@@ -39,6 +39,9 @@ __all__ = ["Batch", "Pending", "PendingNumbers", "PendingStep", "RecordedOptimiz
 _LIVE = ("scale", "norm", "limit", "clipped", "skip", "rejected", "lr", "carried")
 """What a sample has as numbers, or as tensors that the next step may write to."""
 _live_of = operator.attrgetter(*_LIVE)
+_on_host = operator.attrgetter("on_host")
+_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_NO_STREAMS: frozenset[Any] = frozenset()
 _SPREAD_SCALARS = ("mean_loss", "losses")
 _NO_SCALARS: dict[str, float | None] = dict.fromkeys(
     (*_LIVE, "loss", "next_scale", "nan", "inf", *_SPREAD_SCALARS)
@@ -111,41 +114,42 @@ class PendingStep:
 
     def __init__(self, sample: Sample, *, index: int, step: int, time: float, detail: bool) -> None:
         self.index, self.step, self.time, self.detail = index, step, time, detail
-        self.sample, self.more, self.part = sample, sample.more, sample.part
-        self.places, self.elements = sample.places, sample.elements
-        self.memory: int | None = None
-        self.gpu_memory: int | None = None
-        self.scalars: dict[str, float | None] = _NO_SCALARS.copy()
-        """Those that have arrived."""
+        self.sample, self.more = sample, sample.more
         self.on_device: list[tuple[tuple[str, ...] | str, Tensor]] = []
         """Names with a 1-d tensor of their numbers, or one name with its number or column: all that
         is to travel, once `gather` was called."""
-        self._columns: dict[str, Tensor | list[float]] = {}  # On the host.
-        live = []
-        for name, value in zip(_LIVE, _live_of(sample), strict=True):
-            if isinstance(value, Tensor):
-                live.append((name, value))
-            elif value is not None:
-                self.scalars[name] = float(value)
-        if live:
-            self._copy(live)
-        made = [] if sample.record is None else [sample.record.skip]
-        if isinstance(sample.loss, Tensor):
-            if sample.loss.numel() != 1:
-                raise ValueError(f"a loss is one number, got {sample.loss.numel()}")
-            made.append(sample.loss)
-        made += [tensor for _, tensor in self.on_device]
-        self.on_host = all(map(is_here, made))
+        self.scalars: dict[str, float | None] = {}
+        """Those that have arrived; all of them, once `gather` was called."""
+        if not _TENSORS.isdisjoint(map(type, _live_of(sample))):
+            self._copy_live()
+        record, loss = sample.record, sample.loss
+        self.on_host = (
+            (record is None or is_here(record.skip))
+            and (not isinstance(loss, Tensor) or is_here(loss))
+            and not self.on_device
+        )
         """Whether nothing of it is on a device."""
-        self.streams: set[Any] = set()
+        self.streams: Set[Any] = _NO_STREAMS
         """Of GPUs: those on which it was made."""
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise ValueError(f"a loss is one number, got {loss.numel()}")
         if not self.on_host:
+            made = [tensor for _, tensor in self.on_device]
+            made += [] if record is None else [record.skip]
+            made += [loss] if isinstance(loss, Tensor) else []
             self.streams = {_stream_on(tensor.device) for tensor in made if tensor.is_cuda}
 
-    def _copy(self, live: list[tuple[str, Tensor]]) -> None:
-        """Takes numbers as they are now."""
+    @property
+    def part(self) -> RankPart | None:
+        """What the ranks are to bring together later, if they do."""
+        return self.sample.part
+
+    def _copy_live(self) -> None:
+        """Takes the numbers that the next step may write to, as they are now."""
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
-        for name, value in live:
+        for name, value in zip(_LIVE, _live_of(self.sample), strict=True):
+            if not isinstance(value, Tensor):
+                continue
             if is_here(value):
                 self.scalars[name] = float(value.detach())
             else:
@@ -162,6 +166,17 @@ class PendingStep:
                 that after this one. Of another step the next one tells.
         """
         sample = self.sample
+        self._columns: dict[str, Tensor | list[float]] = {}  # On the host.
+        self.places, self.elements = sample.places, sample.elements
+        self.memory: int | None = None
+        self.gpu_memory: int | None = None
+        given = zip(_LIVE, _live_of(sample), strict=True)
+        known = {
+            name: float(value)
+            for name, value in given
+            if value is not None and not isinstance(value, Tensor)
+        }
+        self.scalars = {**_NO_SCALARS, **self.scalars, **known}
         self._take("loss", sample.loss)
         if is_latest or not isinstance(sample.next_scale, Tensor):
             self._take("next_scale", sample.next_scale)
@@ -182,13 +197,13 @@ class PendingStep:
         if not isinstance(value, Tensor):
             self.scalars[name] = None if value is None else float(value)
             return
+        if is_here(value):
+            self.put(name, value.detach())
+            return
         value = value.detach()
         if name in _NO_SCALARS and value.dim():
             value = value.reshape(())
-        if is_here(value):
-            self.put(name, value)
-        else:
-            self.on_device.append((name, value))
+        self.on_device.append((name, value))
 
     def put(self, what: tuple[str, ...] | str, numbers: Tensor) -> None:
         """Takes numbers that have arrived, under what `on_device` had them as."""
@@ -197,7 +212,7 @@ class PendingStep:
         elif what == "row":
             self._take_row(fetch(numbers))
         elif what in _NO_SCALARS:
-            (self.scalars[what],) = fetch(numbers)
+            self.scalars[what] = float(numbers)
         else:
             self._columns[what] = numbers
 
@@ -224,7 +239,7 @@ class PendingStep:
             found = sample.statistics()
             if found is not None:
                 columns |= {"norms": found.norms, "largest": found.largest, "zeros": found.zeros}
-            columns |= {"weight": sample.weight, "update": sample.update}
+            columns |= {"weight": sample.weight, "change": sample.change}
         return columns
 
     def _is_finite(self) -> bool:
@@ -257,7 +272,6 @@ class PendingStep:
         begin = parameters.begin(spread.optimizer)
         end = begin + len(parameters.optimizers[spread.optimizer])
         found = {name: column[begin:end] for name, column in shared._asdict().items()}
-        found["update"] = update_ratio(found["weight"], found.pop("change"))
         found["counts"] = torch.cat((found.pop("nan"), found.pop("inf")))
         return columns | {f"{name} of all": column for name, column in found.items()}
 
@@ -328,7 +342,7 @@ class PendingStep:
         for name in [each for each in self._columns if each.endswith(" of all")]:
             column, short = self.column(name), name.removesuffix(" of all")
             del self._columns[name]
-            if short in ("weight", "update"):  # These run along all parameters.
+            if short in ("weight", "change"):  # These run along all parameters.
                 self._columns[short] = column
             elif short == "counts":
                 half = len(elements)
@@ -385,12 +399,13 @@ class PendingStep:
                 column = [number * factor for number in column]
             return placed(_all_finite(column))
 
-        def of_measured(name: str) -> list[float | None]:
-            column = _all_finite(self.column(name))  # Runs along all parameters.
+        def of_measured(numbers: list[float]) -> list[float | None]:
+            column = _all_finite(numbers)  # Runs along all parameters.
             if all_in_order and len(column) == count:
                 return list(column)
             return placed([column[p] if p < len(column) else None for p in places])
 
+        weight = self.column("weight")
         zeros = zip(self.column("zeros"), sizes, strict=False)
         return Detail(
             norm=unscaled("norms"),
@@ -398,8 +413,8 @@ class PendingStep:
             zeros=placed([number / size if size else None for number, size in zeros]),
             nan=placed(nan),
             inf=placed(inf),
-            weight=of_measured("weight"),
-            update=of_measured("update"),
+            weight=of_measured(weight),
+            update=of_measured(update_ratios(weight, self.column("change"))),
         )
 
 
@@ -421,7 +436,7 @@ class PendingNumbers:
                 stacked = torch.stack([v.reshape(()).to(wide(device)) for _, v in pairs])
                 self.on_device.append((tuple(name for name, _ in pairs), stacked))
         self.on_host = all(device.type == "cpu" for device in groups)
-        self.streams = {_stream_on(device) for device in groups if device.type == "cuda"}
+        self.streams: Set[Any] = {_stream_on(device) for device in groups if device.type == "cuda"}
 
     def put(self, what: tuple[str, ...] | str, numbers: Tensor) -> None:
         """As `PendingStep.put`."""
@@ -498,7 +513,8 @@ class Batch:
     def __init__(self, steps: Sequence[Pending]) -> None:
         self.steps = steps
         self._copies: list[tuple[HostCopy, list[_Entry]]] = []
-        elsewhere = _follow_streams(steps)
+        on_host = all(map(_on_host, steps))
+        elsewhere = {} if on_host else _follow_streams(steps)
         latest: set[int] = set()
         last: PendingStep | None = None
         for step in reversed(steps):
@@ -529,7 +545,7 @@ class Batch:
             entries = [entry for pairs in kinds for entry, _ in pairs]
             self._copies.append((HostCopy(flat, flagged=True), entries))
         for step in steps:
-            step.on_device, step.streams = [], set()
+            step.on_device, step.streams = [], _NO_STREAMS
 
     def is_here(self) -> bool:
         """Whether all numbers are on the host, found out without a call to any device."""

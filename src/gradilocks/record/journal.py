@@ -256,10 +256,10 @@ class Journal(StepListener):
         parts = self._parts(step, record, known.counts)
         for number, optimizer in enumerate(step.optimizers):
             found, places, elements = parts[number]
-            weight = update = None
+            weight = change = None
             before = self._weights[number] if self._weights else None
             if before is not None:
-                weight, update = before.moved_by_step(record.row.device)
+                weight, change = before.norms(record.row.device)
             groups = optimizer.param_groups
             self.recorder.step(
                 known.indices[number],
@@ -273,7 +273,7 @@ class Journal(StepListener):
                     places=places,
                     elements=elements,
                     weight=weight,
-                    update=update,
+                    change=change,
                     rank_losses=step.rank_losses,
                     of_rank=len(step.ranks) > 0 or step.of_rank,
                     waited=None if number else waited,

@@ -33,7 +33,7 @@ __all__ = [
     "Sample",
     "SpreadSample",
     "Weights",
-    "update_ratio",
+    "update_ratios",
 ]
 
 Number = Tensor | float | None
@@ -129,8 +129,8 @@ class Sample:
     """How many elements each measured gradient has; None: as many as its parameter."""
     weight: Tensor | None = None
     """1-d, along all parameters of the optimizer: their norms before the step."""
-    update: Tensor | None = None
-    """1-d, likewise: ‖change‖ / ‖parameter before‖."""
+    change: Tensor | None = None
+    """1-d, likewise: the norms of what the step has changed them by."""
     spread: SpreadSample | None = None
     """What all ranks have told of the step, where several hold the model."""
     rank_losses: RankedLosses | None = None
@@ -182,13 +182,8 @@ class Weights:
         with torch.no_grad():
             self._before = [_copies(self._params, kind) for kind in _kinds(self._params)]
 
-    def moved_by_step(self, home: torch.device) -> tuple[Tensor, Tensor]:
-        """The norms before the step, and ‖change‖ / ‖before‖; both 1-d, on `home`, no wait."""
-        weight, change = self.norms(home)
-        return weight, update_ratio(weight, change)
-
     def norms(self, home: torch.device) -> tuple[Tensor, Tensor]:
-        """The norms before the step, and those of what it has changed, likewise."""
+        """The norms before the step, and those of what it has changed; 1-d, on `home`, no wait."""
         found = []
         with torch.no_grad():
             for before in self._before:
@@ -353,9 +348,12 @@ def _sampled(tensors: list[Tensor]) -> list[Tensor]:
     return [_runs_of(tensor) for tensor in tensors]
 
 
-def update_ratio(weight: Tensor, change: Tensor) -> Tensor:
+def update_ratios(weight: Sequence[float], change: Sequence[float]) -> list[float]:
     """‖change‖ / ‖before‖; 0 where nothing has changed, whatever the norm."""
-    return torch.where(change == 0, torch.zeros_like(weight), change / weight)
+    return [
+        0.0 if moved == 0.0 else moved / norm if norm else math.copysign(math.inf, moved)
+        for norm, moved in zip(weight, change, strict=True)
+    ]
 
 
 def _local(param: Tensor) -> Tensor:

@@ -155,14 +155,14 @@ def step_line(step: Step) -> str:
         more["bad_loss_ranks"] = step.bad_loss_ranks
     if step.of_rank:
         more["of_rank"] = step.of_rank
-    if step.waited is not None:
-        more["waited"] = round(step.waited, 6)
-    if step.memory is not None:
-        more["memory"] = step.memory
-    if step.gpu_memory is not None:
-        more["gpu_memory"] = step.gpu_memory
     if more:
         text += f",{_encode(more)[1:-1]}"
+    if step.waited is not None:
+        text += f',"waited":{round(step.waited, 6)}'
+    if step.memory is not None:
+        text += f',"memory":{step.memory}'
+    if step.gpu_memory is not None:
+        text += f',"gpu_memory":{step.gpu_memory}'
     if step.detail is not None:
         rows = [f'"{name}":{_short(row)}' for name, row in step.detail._asdict().items()]
         text += f',"detail":{{{",".join(rows)}}}'

@@ -55,6 +55,7 @@ from gradilocks.ranks.layout import (
 __all__ = [
     "GradientTable",
     "Gradients",
+    "Lists",
     "TableGradients",
     "addresses_of",
     "every_parameter",

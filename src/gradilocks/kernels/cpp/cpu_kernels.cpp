@@ -363,7 +363,31 @@ PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t))
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
+PyTypeObject* chunks_type = nullptr;
+
 }  // namespace
+
+const Chunks* chunks_in(PyObject* object) {
+  if (Py_TYPE(object) != chunks_type) {
+    PyErr_Format(PyExc_TypeError, "expected CpuChunks, got %s", Py_TYPE(object)->tp_name);
+    return nullptr;
+  }
+  return &chunks_of(object);
+}
+
+int64_t count_of(const Chunks& tensors) { return tensors.count(); }
+
+bool measure_into(const Chunks& tensors, const int64_t* pointers, double* rows, Sums* sums) {
+  return computed([&] {
+    const FoundAll found = measure(tensors, pointers, 2);
+    fill(found, rows);
+    sums->norm = total_norm(found, 2, tensors.is_double);
+    for (const Found& each : found) {
+      sums->nan += static_cast<double>(each.nan);
+      sums->inf += static_cast<double>(each.inf);
+    }
+  });
+}
 
 bool add_cpu_kernels(PyObject* module) {
   static PyMethodDef methods[] = {
@@ -396,6 +420,7 @@ bool add_cpu_kernels(PyObject* module) {
     Py_XDECREF(type);
     return false;
   }
+  chunks_type = reinterpret_cast<PyTypeObject*>(type);
   return PyModule_AddFunctions(module, functions) == 0;
 }
 

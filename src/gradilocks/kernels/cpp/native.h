@@ -12,6 +12,21 @@ bool add_tensor_walk(PyObject* module);
 bool add_cpu_kernels(PyObject* module);
 bool add_cuda_launch(PyObject* module);
 
+// What a CpuChunks holds; nullptr with a Python error set if `object` is none.
+class Chunks;
+const Chunks* chunks_in(PyObject* object);
+int64_t count_of(const Chunks& tensors);
+
+// What all tensors have together: the 2-norm, rounded as `total_norm` does it, and how many elements
+// are NaN and Inf.
+struct Sums {
+  double norm, nan, inf;
+};
+
+// Measures the tensors at these addresses into `rows`, as `CpuChunks.measure` does, and adds them up,
+// without the GIL; false with a Python error set if it fails.
+bool measure_into(const Chunks& tensors, const int64_t* pointers, double* rows, Sums* sums);
+
 // Where a tensor on this GPU lies; false with a Python error set if it is none.
 bool cuda_address(PyObject* tensor, int device, uint64_t* out);
 

@@ -27,8 +27,10 @@ from gradilocks._torch import (
     are_transforms_active,
     compiled_call,
     function_modes,
+    hook_gradient,
     in_backward,
     is_autocast_enabled,
+    is_jit_tracing,
     set_compiled_call,
 )
 from gradilocks.kernels.cuda_graph import capturing
@@ -37,7 +39,6 @@ from gradilocks.lab.unchanged import Generators, version_of
 
 __all__ = ["KeptCall", "KeptCalls", "KeptInput", "KeptOutput", "KeptStep", "Precision"]
 
-is_jit_tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing")  # noqa: B009 # untyped
 _logger = logging.getLogger("gradilocks")
 _MOST_BYTES = 256 << 20
 """Of inputs and gradients that are kept; what goes beyond is not."""
@@ -154,8 +155,9 @@ class KeptCall:
         began: int,
         generators: Generators,
         precision: Precision,
+        find: weakref.ref[nn.Module] | None = None,
     ) -> None:
-        self.module = weakref.ref(module)
+        self.module = weakref.ref(module) if find is None else find
         self.began, self.came_back = began, 0
         self.generators, self.precision = generators, precision
         self.training, self.modes = module.training, function_modes()
@@ -413,6 +415,7 @@ class KeptCalls:
             began=next(self._clock),
             generators=habits.generators(),
             precision=habits.precision(),
+            find=habits.module,
         )
 
     def search_again(self) -> None:
@@ -459,7 +462,7 @@ class KeptCalls:
         if tensor.requires_grad and not tensor.is_leaf:
             graph = _Graph()
             call.graphs.append(weakref.ref(graph))
-            tensor.register_hook(partial(self._received, call, place, graph))  # type: ignore[no-untyped-call]
+            hook_gradient(tensor, partial(self._received, call, place, graph))
         size = _bytes_of(tensor)
         if self._bytes + call.bytes + size <= self._most_bytes:
             call.bytes += size
