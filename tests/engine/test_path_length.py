@@ -111,8 +111,8 @@ def way(request, monkeypatch):
     return request.param
 
 
-# Where C++ settles the step, the way is that of a GPU: a table of addresses, a settler. It is as many
-# calls and less time: what plain torch does in sixty operations is one of them.
+# Where C++ settles the step, the way is that of a GPU: a table of addresses, a settler. It is as
+# many calls and less time: what plain torch does in sixty operations is one of them.
 STEP = {"plain torch": 58, "C++": 58}
 # The guard against unscaling twice has methods, of which C++ has its own: up to ten calls more.
 ITERATION = {"plain torch": 90, "C++": 100}

@@ -654,6 +654,25 @@ def test_a_grad_property_that_changes_the_lists_is_survived():
         assert found.at.addresses == [grad.data_ptr() for grad in grads]
 
 
+def test_what_only_looks_like_a_tensor_is_none():
+    class Likeness:
+        grad, requires_grad = torch._C.TensorBase.grad, torch._C.TensorBase.requires_grad
+        __torch_function__ = nn.Parameter.__torch_function__
+
+    model, table = Model(), GradientTable()
+    found_by(table, model.lists)
+    params = [*model.params(), Likeness()]
+    assert LIBRARY.collect(params, None, False, False, False) is None
+    assert LIBRARY.meshes(params, None) is None
+    assert LIBRARY.localized([params], None) is None
+    for ask in (LIBRARY.requiring, LIBRARY.count_write, LIBRARY.GradientMarks().mark):
+        with pytest.raises(TypeError):
+            ask(params)
+    model.groups()[0].append(Likeness())
+    with pytest.raises(TypeError):
+        table.find_addressed(model.lists, name=str)
+
+
 def test_a_grad_property_that_raises_is_told():
     class Refusing(nn.Parameter):
         refuses = None

@@ -117,7 +117,7 @@ void each_gradient(PyObject* items, bool are_gradients, Visit visit) {
     if (!are_gradients && Py_TYPE(item) != known) {
       const py::object held = py::reinterpret_borrow<py::object>(item);  // Asking may run code.
       known = Py_TYPE(item);
-      plain = THPVariable_Check(item) && has_plain("grad", known);
+      plain = has_plain("grad", known);
       --place;  // Which may have put another one there.
       continue;
     }

@@ -53,13 +53,14 @@ inline PyTypeObject* class_of(const at::Tensor& tensor) {
 }
 
 // Whether C++ sees what Python tells of tensors of a class by an attribute, such as `grad`: they have
-// none of that name of their own, and there is nobody who is asked first.
+// none of that name of their own, and there is nobody who is asked first. False if they are none.
 inline bool has_plain(const char* attribute, PyTypeObject* type) {
   if (THPVariable_CheckTypeExact(type)) {
     return true;
   }
   PyTypeObject* base = tensor_class()->tp_base;
-  if (type->tp_getattro != PyObject_GenericGetAttr || base == nullptr) {
+  if (type->tp_getattro != PyObject_GenericGetAttr || base == nullptr ||
+      !PyType_IsSubtype(type, tensor_class())) {
     return false;
   }
   for (const char* name : {attribute, "__torch_function__"}) {
