@@ -1058,20 +1058,27 @@ inline PyObject* addresses(PyObject*, PyObject* tensors) {
 // requiring(params): which of a list of parameters require a gradient, a byte each; None if there
 // is one that Python has to be asked.
 inline PyObject* requiring(PyObject*, PyObject* params) {
-  py::object marks;
+  py::object marks = py::none();
   const bool done = guarded([&] {
     std::string found;
-    PyTypeObject* plain = nullptr;  // A class of which C++ sees what Python would say.
+    std::vector<py::object> classes;  // Asked when the list has been gone through.
+    bool known = true;
     if (!every_tensor(params, [&](const at::Tensor& tensor) {
-          PyTypeObject* type = class_of(tensor);
-          const bool known = type == plain && type != nullptr;
-          plain = known || (type != nullptr && has_plain("requires_grad", type)) ? type : nullptr;
-          found.push_back(plain == nullptr ? 2 : tensor.requires_grad());
+          PyObject* type = reinterpret_cast<PyObject*>(class_of(tensor));
+          known = known && type != nullptr;
+          if (classes.empty() || classes.back().ptr() != type) {
+            classes.push_back(py::reinterpret_borrow<py::object>(type));
+          }
+          found.push_back(tensor.requires_grad());
         })) {
       throw PythonRaised();
     }
-    const bool all = found.find('\2') == std::string::npos;
-    marks = all ? as_bytes(found.data(), found.size()) : py::none();
+    const auto is_plain = [](const py::object& type) {
+      return has_plain("requires_grad", reinterpret_cast<PyTypeObject*>(type.ptr()));
+    };
+    if (known && std::all_of(classes.begin(), classes.end(), is_plain)) {
+      marks = as_bytes(found.data(), found.size());
+    }
   });
   return done ? marks.release().ptr() : nullptr;
 }
