@@ -183,6 +183,18 @@ def test_a_clip_that_hides_the_norm_from_a_control_without_one_is_told_of(clip, 
         control.zero_grad()
 
 
+def test_our_own_clip_looks_at_no_gradient_of_a_control_of_another_model(model, monkeypatch):
+    other = nn.Linear(3, 2)
+    control = control_over(other)
+    backward(control, other)
+    model(torch.ones(1, 3)).sum().backward()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(control._order), "gradients", None)
+        gradilocks.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ScaleMisuse):  # One of them is enough.
+        gradilocks.clip_grad_norm_([*model.parameters(), other.bias], 1.0)
+
+
 def test_our_own_clip_refuses_scaled_gradients_and_tells_of_two_clips(model):
     control = control_over(model, clip=1.0)
     backward(control, model)

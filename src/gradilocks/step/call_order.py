@@ -259,6 +259,10 @@ class CallOrder:
         """Whether somebody has been told of this already."""
         return clash in self._warned
 
+    def has_one_of(self, parameters: set[int]) -> bool:
+        """Whether one of these ids is that of a parameter whose gradients it knows."""
+        return not parameters.isdisjoint(map(id, self._parameters()))
+
     def gradients(self) -> set[int]:
         """The ids of the gradients that it knows; of none that the last step has used up."""
         params = list(self._parameters())
@@ -328,7 +332,10 @@ def refuse_scaled(params: Sequence[Tensor], caller: str, bound: float) -> None:
         clash == "scaled" or (clash and bound < math.inf and not order.has_warned(clash))
         for order, clash in clashes
     ):
-        gradients = [grad for param in params if (grad := param.grad) is not None]
+        # Who has none of the parameters need not look at gradients: another model's control.
+        mine = set(map(id, params))
+        orders = [order for order in orders if order.has_one_of(mine)]
+        gradients = [grad for param in params if orders and (grad := param.grad) is not None]
         for order, clash in _clashes(orders, gradients):
             if clash == "scaled":
                 raise ScaleMisuse(

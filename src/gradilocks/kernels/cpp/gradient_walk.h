@@ -558,26 +558,42 @@ bool every_tensor(PyObject* tensors, Visit visit) {
       if (!items) {
         throw PythonRaised();
       }
+      const auto item = [&](size_t i) {
+        return PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i));
+      };
       count = static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr()));
+      for (size_t i = 0; i < count; ++i) {
+        fetch_lines(item(i), 64);
+      }
+      size_t plain = 0;
+      while (plain < count && THPVariable_CheckTypeExact(Py_TYPE(item(plain)))) {
+        ++plain;
+      }
+      if (plain < count) {  // Of another class Python is asked, which may change the list.
+        items = py::reinterpret_steal<py::object>(PySequence_Tuple(items.ptr()));
+        if (!items) {
+          throw PythonRaised();
+        }
+        count = static_cast<size_t>(PyTuple_GET_SIZE(items.ptr()));
+        const PyTypeObject* known = nullptr;  // To ask takes 0.15 us.
+        for (size_t i = 0; i < count; ++i) {
+          if (Py_TYPE(item(i)) != known && !THPVariable_Check(item(i))) {
+            PyErr_Format(PyExc_TypeError, "expected tensors, got %s", Py_TYPE(item(i))->tp_name);
+            throw PythonRaised();
+          }
+          known = Py_TYPE(item(i));
+        }
+      }
     }
-    PyTypeObject* known = nullptr;  // To ask of a subclass takes 0.15 us.
     const at::Tensor* some[Ahead::kMost];
     for (size_t begin = 0; begin < count; begin += Ahead::kMost) {
       const size_t end = std::min(begin + Ahead::kMost, count);
-      for (size_t i = begin; !held && i < end; ++i) {
-        fetch_lines(PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)), 64);
-      }
       for (size_t i = begin; i < end; ++i) {
         if (held) {
           some[i - begin] = &(*reinterpret_cast<HeldTensors*>(tensors)->tensors)[i];
         } else {
-          PyObject* item = PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i));
-          if (Py_TYPE(item) != known && !THPVariable_Check(item)) {
-            PyErr_Format(PyExc_TypeError, "expected tensors, got %s", Py_TYPE(item)->tp_name);
-            throw PythonRaised();
-          }
-          known = Py_TYPE(item);
-          some[i - begin] = &THPVariable_Unpack(item);
+          some[i - begin] = &THPVariable_Unpack(
+              PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)));
         }
         fetch_lines(some[i - begin]->unsafeGetTensorImpl(), sizeof(c10::TensorImpl));
       }
@@ -1091,20 +1107,27 @@ inline PyObject* addresses(PyObject*, PyObject* tensors) {
 // requiring(params): which of a list of parameters require a gradient, a byte each; None if there
 // is one that Python has to be asked.
 inline PyObject* requiring(PyObject*, PyObject* params) {
-  py::object marks;
+  py::object marks = py::none();
   const bool done = guarded([&] {
     std::string found;
-    PyTypeObject* plain = nullptr;  // A class of which C++ sees what Python would say.
+    std::vector<py::object> classes;  // Asked when the list has been gone through.
+    bool known = true;
     if (!every_tensor(params, [&](const at::Tensor& tensor) {
-          PyTypeObject* type = class_of(tensor);
-          const bool known = type == plain && type != nullptr;
-          plain = known || (type != nullptr && has_plain("requires_grad", type)) ? type : nullptr;
-          found.push_back(plain == nullptr ? 2 : tensor.requires_grad());
+          PyObject* type = reinterpret_cast<PyObject*>(class_of(tensor));
+          known = known && type != nullptr;
+          if (classes.empty() || classes.back().ptr() != type) {
+            classes.push_back(py::reinterpret_borrow<py::object>(type));
+          }
+          found.push_back(tensor.requires_grad());
         })) {
       throw PythonRaised();
     }
-    const bool all = found.find('\2') == std::string::npos;
-    marks = all ? as_bytes(found.data(), found.size()) : py::none();
+    const auto is_plain = [](const py::object& type) {
+      return has_plain("requires_grad", reinterpret_cast<PyTypeObject*>(type.ptr()));
+    };
+    if (known && std::all_of(classes.begin(), classes.end(), is_plain)) {
+      marks = as_bytes(found.data(), found.size());
+    }
   });
   return done ? marks.release().ptr() : nullptr;
 }
