@@ -438,18 +438,29 @@ def late_hooks():
     assert not _torch.post_accumulate_hooks(Lacking(param, "_post_accumulate_grad_hooks"))
 
 
+class _NodeWithout:
+    """A tensor whose node of the graph has no attribute of one name."""
+
+    def __init__(self, tensor, name):
+        self.__dict__.update(tensor=tensor, grad_fn=Lacking(tensor.grad_fn, name))
+
+    def __getattr__(self, name):
+        return getattr(self.tensor, name)
+
+
 def gradient_hooks():
-    """Beside others', and after a change in place, as the public one."""
+    """Beside others, and after a change in place, as the public one."""
     for lacking in (False, True):
-        seen = []
-        leaf = torch.ones(2, requires_grad=True)
+        seen, leaf = [], torch.ones(2, requires_grad=True)
         made = leaf * 2
-        given = Lacking(made, "_register_hook_dict") if lacking else made
+        given = _NodeWithout(made, "_register_hook_dict") if lacking else made
         _torch.hook_gradient(given, seen.append)
+        assert (-1 in made._backward_hooks) is not lacking
+        _torch.hook_gradient(made, seen.append)  # There is one already.
         made.register_hook(lambda gradient: gradient * 10)
         made.mul_(5)
         (made * 3).sum().backward()
-        assert [each.tolist() for each in seen] == [[15.0, 15.0]]  # Of what it was before.
+        assert [each.tolist() for each in seen] == [[15.0, 15.0]] * 2  # Of what it was before.
         assert leaf.grad.tolist() == [300.0, 300.0]
 
 
