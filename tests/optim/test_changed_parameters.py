@@ -147,3 +147,38 @@ def test_amsgrad_may_be_turned_on_in_mid_run(device):
     for param in params:
         entry = optimizer.state[param]
         assert (entry["max_exp_avg_sq"] >= entry["exp_avg_sq"]).all()
+
+
+CHANGES = {
+    "a rate": lambda group: group.update(lr=group["lr"] * 0.5),
+    "decay": lambda group: group.update(weight_decay=0.3),
+    "names that have changed places": lambda group: swap(group, "lr", "weight_decay"),
+    "a rate that is a number again": lambda group: group.update(lr=float(group["lr"]) + 1e-3),
+    "an entry of somebody's own": lambda group: group.update(mine=[1, 2]),
+    "the other sign": lambda group: group.update(maximize=True),
+}
+
+
+def swap(group, one, other):
+    """The same objects in the same order, under each other's names."""
+    names = {one: other, other: one}
+    entries = [(names.get(key, key), value) for key, value in group.items()]
+    group.clear()
+    group.update(entries)
+
+
+@both_kinds
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_setting_that_changes_between_two_steps_counts(kind, what, device):
+    def trained(make):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(70, device=device))]
+        optimizer = make(kind, params)
+        for step in range(6):
+            if step == 3:
+                CHANGES[what](optimizer.param_groups[0])
+            params[0].grad = params[0].detach() * (step + 1)
+            optimizer.step()
+        return params
+
+    close(trained(ours), trained(torchs))

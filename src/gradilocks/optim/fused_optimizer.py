@@ -187,7 +187,7 @@ class Plan:
         known = self._entries
         if known is None:
             return False
-        entries = [entry for group in optimizer.param_groups for entry in group.values()]
+        entries = _entries(optimizer.param_groups)
         return len(entries) == len(known) and all(map(operator.is_, entries, known))
 
     def drop(self) -> None:
@@ -287,8 +287,7 @@ class Plan:
     def _send_settings(self, optimizer: Any) -> None:
         groups = optimizer.param_groups
         fixed = all(_never_changes(group.get(key)) for group in groups for key in optimizer.reads)
-        entries = [entry for group in groups for entry in group.values()]
-        self._entries = entries if fixed and not capturing() else None
+        self._entries = _entries(groups) if fixed and not capturing() else None
         every = [optimizer.settings(group) for group in optimizer.param_groups]
         if self._every and all(map(_same_numbers, every, self._every)):
             return
@@ -377,6 +376,11 @@ def _same_numbers(settings: list[Any], before: list[float]) -> bool:
         if number is not known and (type(number) not in _NUMBERS or number != known):
             return False
     return True
+
+
+def _entries(groups: list[dict[str, Any]]) -> list[Any]:
+    """All that is in the groups: names, and what stands under them."""
+    return [each for group in groups for each in (*group, *group.values())]
 
 
 def _never_changes(entry: object) -> bool:
