@@ -30,7 +30,7 @@ from gradilocks._torch import (
 )
 from gradilocks.kernels import native
 from gradilocks.kernels.host_numbers import numbers_on
-from gradilocks.ranks.layout import dtensor_parts, is_distributed
+from gradilocks.ranks.layout import dtensor_parts, is_distributed, lie_alike, local_of
 from gradilocks.step.framework_wrappers import KINDS, refuse_second_scaler, steppers
 from gradilocks.step.half_sgd import HALF, moving
 from gradilocks.step.own_step import (
@@ -339,8 +339,7 @@ def _may_go_by_local_tensors(optimizer: Any) -> bool:
     """
     step = own_step(optimizer)
     return (
-        native.library() is not None
-        and step is not None
+        step is not None
         and step.code in _ELEMENTWISE
         and getattr(type(optimizer), BEGINS_GROUP, None) in _BEGINNINGS
         and BEGINS_GROUP not in vars(optimizer)
@@ -359,16 +358,47 @@ def _localizing(begin: Callable[..., Any]) -> Callable[..., Any]:
     def begun(group: dict[str, Any], *lists: Any) -> Any:
         answer = begin(group, *lists)
         filled = [each for each in lists if isinstance(each, list)]
-        library = native.library()
-        if library is None or any(map(is_distributed, group.values())):
+        if any(map(is_distributed, group.values())):
             return answer
-        found = library.localized(filled, dtensor_parts())
+        found = _localized(filled)
         if found is not None and not any(_is_elsewhere(*laid) for laid in found[1]):
             for each, local in zip(filled, found[0], strict=True):
                 each[:] = local
         return answer
 
     return begun
+
+
+def _localized(lists: list[list[Tensor]]) -> tuple[list[list[Tensor]], Sequence[Any]] | None:
+    """The local tensors of DTensors, and how these lie: mesh and placements of each.
+
+    The first list has parameters, the others what belongs to each: to a DTensor others that lie as
+    it does, or numbers of their own (0-d), which stay; to a plain tensor plain ones. Empty lists
+    stay empty. None if it is not so.
+    """
+    library = native.library()
+    if library is not None:
+        answer: Any = library.localized(lists, dtensor_parts())
+        return None if answer is None else (answer[0], answer[1])
+    params = lists[0]
+    found: list[list[Tensor]] = []
+    for each in lists:
+        if each and len(each) != len(params):
+            return None
+        found.append([])
+        for param, tensor in zip(params, each, strict=False):
+            spread, local = is_distributed(param), local_of(tensor)
+            if local is tensor:
+                if type(tensor) not in (Tensor, torch.nn.Parameter) or (spread and tensor.dim()):
+                    return None
+            elif not (spread and type(local) is Tensor and lie_alike(param, tensor)) or (
+                local.requires_grad
+            ):
+                return None
+            found[-1].append(local)
+    spread_ones: Any = filter(is_distributed, params)
+    laid = {(param.device_mesh, param.placements): None for param in spread_ones}
+    return found, list(laid)
 
 
 def _is_elsewhere(mesh: Any, placements: Sequence[Any]) -> bool:
