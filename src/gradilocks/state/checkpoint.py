@@ -570,7 +570,8 @@ def load_memory(policy: ClipPolicy, saved: Any, count: int) -> dict[str, Tensor]
             raise BadState(
                 f"{name} of the clip policy {policy_name} in the state_dict has "
                 f"{len(numbers)} numbers, expected {tensor.numel()}. It was saved with another "
-                "model or another window."
+                "model or another window. Load it over the parameters that it was saved with, and "
+                "add or take away others after that; or start without the state_dict."
             )
         if tensor.is_floating_point():
             numbers = [math.inf if number is None else number for number in numbers]
