@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from tests import PATIENCE
-from tests.forks import fork_server
+from tests.forks import fork_server, without_leaks
 
 __all__ = ["ScriptServer", "serving"]
 
@@ -46,7 +46,9 @@ def place(rank, ranks, port):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
-    gc.freeze()  # Else each rank's end looks through a million objects of torch: a second.
+
+gc.collect()
+gc.freeze()  # Else each child looks through a million objects of torch, more than once: seconds.
 
 for line in sys.stdin:
     script, words, folder, ranks = json.loads(line)
@@ -108,7 +110,8 @@ class ScriptServer:
         printed = []
         for name in (".out", ".err"):
             files = sorted(cwd.glob(f"{name}[0-9]*"))
-            printed.append("".join(file.read_text(encoding="utf-8") for file in files))
+            texts = [without_leaks(file.read_text(encoding="utf-8")) for file in files]
+            printed.append("".join(texts))
             for file in files:
                 file.unlink()
         return subprocess.CompletedProcess(command, status, *printed)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gradilocks
-from tests.forks import fork_server, until_the_end
+from tests.forks import COMMAND_LINE, fork_server, until_the_end
 
 COMMAND = [sys.executable, "-m", "gradilocks"]
 TIMEOUT = 120.0
@@ -41,9 +41,7 @@ def environment(**more: str) -> dict[str, str]:
 READERS = ("compare", "explain", "export", "ls", "page", "report", "watch")
 SERVER = """
 import gc, json, os, sys
-import gradilocks.cli.app, gradilocks.report
 import rich.live, rich.progress, rich.table
-from gradilocks.cli import main
 gc.freeze()
 for line in sys.stdin:
     words, folder, variables, streams = json.loads(line)
@@ -101,7 +99,7 @@ def _forked(
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    return until_the_end(fork_server(SERVER, env=environment()))
+    return until_the_end(fork_server(SERVER, first=COMMAND_LINE, env=environment()))
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:

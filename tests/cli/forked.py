@@ -12,21 +12,19 @@ import subprocess
 from pathlib import Path
 
 from tests.cli.cli_process import environment
-from tests.forks import fork_server, until_the_end, without_leaks
+from tests.forks import COMMAND_LINE, SHORT_END, fork_server, until_the_end, without_leaks
 
 SERVER = """
-import gc, json, os, runpy, sys
+import gc, json, runpy
 import torch
 parameter = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.AdamW([parameter])
 parameter.sum().backward()
 optimizer.step()  # Which imports what an optimizer needs.
 del parameter, optimizer
-from gradilocks.cli import main
 import gradilocks.lab.audit.script_gradients
 import gradilocks.observe.patches, gradilocks.observe.step_recorder
 import gradilocks.observe.torch_hooks
-import gradilocks.cli.app, gradilocks.report
 gc.collect()
 gc.freeze()  # Else each child looks through a million objects of torch, more than once: seconds.
 
@@ -40,10 +38,9 @@ for line in sys.stdin:
         if words[0] == "python":
             sys.argv[:] = words[1:]
             sys.path[0] = os.path.dirname(os.path.abspath(words[1]))
-            runpy.run_path(words[1], run_name="__main__")
-            sys.exit()
+            run_to_the_end(lambda: runpy.run_path(words[1], run_name="__main__") and None)
         sys.argv[1:] = words
-        sys.exit(main(words))
+        run_to_the_end(lambda: main(words))
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
@@ -70,5 +67,7 @@ class Server:
 @functools.cache
 def command_server() -> Server:
     """The server of this process, made at first use."""
-    context = fork_server(SERVER, env=environment(OMP_NUM_THREADS="1", COLUMNS="80"))
+    context = fork_server(
+        SERVER, first=SHORT_END + COMMAND_LINE, env=environment(OMP_NUM_THREADS="1", COLUMNS="80")
+    )
     return Server(until_the_end(context))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import gradilocks
 from gradilocks import kernels
 from gradilocks.cli import main
 from gradilocks.kernels import native, native_build
@@ -358,6 +359,31 @@ def test_elsewhere_than_on_linux_and_in_a_free_threaded_python_none_is_built(mon
         patch.setattr(native.sysconfig, "get_config_var", lambda name: name == "Py_GIL_DISABLED")
         with pytest.raises(native.Unavailable, match="free-threaded"):
             native.recipe_here()
+
+
+def test_in_a_free_threaded_python_everything_goes_on_without_it(monkeypatch):
+    asked, really = [], native.sysconfig.get_config_var
+
+    def told(name):
+        asked.append(name)
+        return 1 if name == "Py_GIL_DISABLED" else really(name)
+
+    monkeypatch.setattr(native.sysconfig, "get_config_var", told)
+    mine = NativeLibrary(native.recipe_here)
+    for name in ("library", "library_within", "status"):
+        monkeypatch.setattr(native, name, getattr(mine, name))
+    for chosen in (kernels.BACKENDS, kernels._reasons):
+        monkeypatch.delitem(chosen, "cpu", raising=False)
+    weight = torch.nn.Parameter(torch.ones(3))
+    control = gradilocks.GradientControl(gradilocks.optim.SGD([weight], lr=0.5), scale=None)
+    control.backward(weight.sum())
+    assert not control.step().skipped  # Warnings are errors in the tests.
+    assert weight.tolist() == [0.5] * 3
+    assert "Py_GIL_DISABLED" in asked
+    described = kernels.describe()
+    assert described["walk"].startswith("Python: it is not built for a free-threaded Python")
+    assert described["cpu"].startswith("reference: ")
+    assert native.find_native()[0] is False
 
 
 def test_extra_flags_of_a_developer_are_part_of_the_key(monkeypatch):

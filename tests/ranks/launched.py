@@ -14,10 +14,10 @@ from pathlib import Path
 
 from tests import PATIENCE
 from tests.cli.cli_process import environment
-from tests.forks import fork_server, until_the_end, without_leaks
+from tests.forks import COMMAND_LINE, SHORT_END, fork_server, until_the_end, without_leaks
 
 SERVER = """
-import gc, json, os, runpy, signal, socket, sys, time
+import gc, json, runpy, signal, socket, time
 import torch
 import torch._dynamo
 import torch.distributed.fsdp
@@ -27,11 +27,9 @@ optimizer = torch.optim.AdamW([parameter])
 parameter.sum().backward()
 optimizer.step()
 del parameter, optimizer
-from gradilocks.cli import main
-import gradilocks.control, gradilocks.report
+import gradilocks.control
 import gradilocks.lab.audit.script_gradients
 import gradilocks.observe.step_recorder, gradilocks.observe.torch_hooks
-import gradilocks.cli.app
 gc.collect()
 gc.freeze()  # Else each child looks through a million objects of torch, more than once: seconds.
 
@@ -44,10 +42,9 @@ def child(rank, ranks, port, words):
     torch.set_num_threads(1)
     if words[0] == "gradilocks":
         sys.argv[1:] = words[1:]
-        sys.exit(main(words[1:]))
+        run_to_the_end(lambda: main(words[1:]))
     sys.argv[:], sys.path[0] = words, os.getcwd()
-    runpy.run_path(words[0], run_name="__main__")
-    sys.exit(0)
+    run_to_the_end(lambda: runpy.run_path(words[0], run_name="__main__") and None)
 
 for line in sys.stdin:
     words, folder, ranks, ends_others, patience = json.loads(line)
@@ -118,5 +115,7 @@ class Launcher:
 @functools.cache
 def rank_launcher() -> Launcher:
     """The launcher of this process, made at first use."""
-    context = fork_server(SERVER, env=environment(OMP_NUM_THREADS="1", COLUMNS="80"))
+    context = fork_server(
+        SERVER, first=SHORT_END + COMMAND_LINE, env=environment(OMP_NUM_THREADS="1", COLUMNS="80")
+    )
     return Launcher(until_the_end(context))

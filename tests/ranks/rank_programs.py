@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,7 +19,7 @@ from tests import PATIENCE
 Program = Callable[[int], Any]
 
 # With what torch itself imports late: an optimizer needs dynamo, a mesh the distributed tensors.
-_IMPORTED_ONCE = [
+IMPORTED_ONCE = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -33,7 +34,7 @@ def run_all(programs: list[Program], folder: Path, *, ranks: int = 2) -> dict[st
     One set of processes serves all programs, because starting one takes seconds. They are forked
     from a server that has imported torch once for all of them.
     """
-    set_forkserver_preload(_IMPORTED_ONCE)
+    set_forkserver_preload(IMPORTED_ONCE)
     mp.start_processes(
         _enter,
         args=(programs, str(folder), ranks),
@@ -46,6 +47,7 @@ def run_all(programs: list[Program], folder: Path, *, ranks: int = 2) -> dict[st
 
 
 def _enter(rank: int, programs: list[Program], folder: str, ranks: int) -> None:
+    gc.freeze()  # Else each collection, and the process's end, look through all that torch is.
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
