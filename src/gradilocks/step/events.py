@@ -306,6 +306,10 @@ class StepEvents:
         for listener in self.listeners:
             listener.step_ended(step)
 
+    def goes_on(self, step: Step) -> bool:
+        """Whether a step has begun, and neither ended nor failed."""
+        return any(each is step for each in reversed(_running))
+
     def fail_step(self, step: Step) -> None:
         """A step has raised, before or after it was over."""
         _forget(step)
@@ -344,7 +348,10 @@ EVENTS = StepEvents()
 
 
 def _forget(step: Step) -> None:
-    _running[:] = [each for each in _running if each is not step]
+    if _running and _running[-1] is step:
+        _running.pop()
+    else:
+        _running[:] = [each for each in _running if each is not step]
 
 
 def _goes_on(frame: FrameType | None) -> bool:
