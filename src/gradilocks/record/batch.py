@@ -602,27 +602,31 @@ class StepQueue:
         self._most, self._seconds, self._clock = most, seconds, clock
         self._last = self._asked = clock()
         self._held: list[Pending] = []
+        self._is_due = False
         self._sent: deque[Batch] = deque()
 
-    @property
-    def has_sent(self) -> bool:
-        """Whether something is on its way to the host, or there."""
-        return len(self._sent) > 0
+    def hold(self, step: Pending) -> bool:
+        """Takes another step, or numbers of the user's own.
 
-    def hold(self, step: Pending) -> None:
-        """Takes another step, or numbers of the user's own."""
+        Returns:
+            Whether there is something to do: what is held is due, or something has been sent.
+        """
         self._held.append(step)
+        if not step.more:  # Else another one follows at once.
+            now = self._clock()
+            gap, self._asked = now - self._asked, now  # As long as the next one may take.
+            late = now + gap - self._last >= self._seconds
+            self._is_due = late or len(self._held) >= self._most
+        return self._is_due or len(self._sent) > 0
 
-    def is_due(self) -> bool:
-        """Whether there is enough of what is held, or it has waited for long; to be asked once a
-        step."""
-        now = self._clock()
-        gap, self._asked = now - self._asked, now  # As long as the next one may take.
-        return len(self._held) >= self._most or now + gap - self._last >= self._seconds
+    def send_if_due(self) -> None:
+        """Sends what is held, if there is enough of it or it has waited for long."""
+        if self._is_due:
+            self.send()
 
     def send(self) -> None:
         """Sends what is held to the host, without a wait."""
-        self._last = self._clock()
+        self._last, self._is_due = self._clock(), False
         if self._held:
             held, self._held = self._held, []
             self._sent.append(Batch(held))

@@ -364,8 +364,9 @@ class KeptCalls:
         used = [call for call in self.calls if not call.is_unused]
         others = self.others or self._in_passing or len(used) < len(self.calls)
         step = self._latest = KeptStep(used, self.missing, others=others)
-        self.calls = [call for call in step.calls if not call.came_back]
-        self._bytes, self.missing = sum(call.bytes for call in self.calls), ""
+        self.calls = [call for call in used if not call.came_back]
+        self._bytes = sum(call.bytes for call in self.calls) if self.calls else 0
+        self.missing = ""
         self._in_passing = False
         return step
 
