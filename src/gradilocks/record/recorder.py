@@ -611,7 +611,7 @@ class Recorder:
                 continue
             assert isinstance(record, Step)
             if self._skips is not None:
-                after = pending.scalars["next_scale"]
+                after = pending.scalars.get("next_scale")
                 self._skips.take(record, next_scale=after, more=pending.more)
             self._tell_sinks("step", record)
 
