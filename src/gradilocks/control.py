@@ -1369,6 +1369,7 @@ class GradientControl:
         told = Step(
             driver,
             self._optimizers,
+            is_of_control=True,
             apart=self._is_part,
             scale=engine.state.scale,
             unscaled=self._order.unscaled,

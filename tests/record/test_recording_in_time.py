@@ -29,11 +29,6 @@ def held(number=1, **sample):
     return PendingStep(Sample(loss=1.0, **sample), index=0, step=number, time=0.0, detail=False)
 
 
-def send_if_due(queue):
-    if queue.is_due():
-        queue.send()
-
-
 def wait_for(what):
     end = time.monotonic() + PATIENCE
     while not what():
@@ -63,24 +58,24 @@ def test_steps_are_due_by_their_number_or_by_the_time_whichever_comes_first():
     for number in range(1, 4):
         assert sent(queue) == []
         queue.hold(held(number))
-        send_if_due(queue)
+        queue.send_if_due()
     assert sent(queue) == [1, 2, 3]
     for number, now in ((4, 101.9), (5, 103.0)):  # Another 1.1 s are less than 5 s in all.
         clock.now = now
         queue.hold(held(number))
-        send_if_due(queue)
+        queue.send_if_due()
         assert sent(queue) == []
     clock.now = 104.0  # At this pace the next one comes at 105.0, and might as well not come.
     queue.hold(held(6))
-    send_if_due(queue)
+    queue.send_if_due()
     assert sent(queue) == [4, 5, 6]
     clock.now = 106.4
     queue.hold(held(7))
-    send_if_due(queue)
+    queue.send_if_due()
     assert sent(queue) == []
     clock.now = 400.0  # A step that lasted minutes.
     queue.hold(held(8))
-    send_if_due(queue)
+    queue.send_if_due()
     assert sent(queue) == [7, 8]
 
 

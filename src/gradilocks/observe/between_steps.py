@@ -8,7 +8,7 @@ Two optimizers that step after one backward share it; a backward after a step be
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradilocks._torch import sparse_values, version
 from gradilocks.lab.tensors import storage_of
-from gradilocks.observe.parameter_marks import marks_of
+from gradilocks.observe.parameter_marks import Marks, marks_of
 from gradilocks.record.precision import formats_behind
 from gradilocks.step.events import StepListener
 from gradilocks.step.own_step import weakly
@@ -50,14 +50,12 @@ class Losses(StepListener):
         self._is_unknown = False  # Whether the sum may hold a loss whose gradients are gone.
         self._unscaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # By scaled loss.
         self._optimizers: dict[int, Callable[[], Any]] = {}  # Also before their first step.
-        # Of the parameters when the first of these losses came: their gradients, by which is seen
-        # whether the losses have changed them; and bits, in the order of `_ids`, for those that
-        # had none.
+        # Of the parameters of several optimizers when the first of these losses came: their
+        # gradients, by which is seen whether the losses have changed them, and which had none.
         self._gradients: dict[int, _GradientState] = {}
-        self._ids = b""
-        self._without_gradient = 0
-        self._gave_gradients = False  # Whether the losses have given one of those a gradient.
-        self._witness: Tensor | None = None  # One of those, while backward runs.
+        self._before: Marks | None = None
+        self._gave_gradients = False  # Whether the losses have given one to who had none.
+        self._witness: Tensor | None = None  # One that had none, while backward runs.
 
     def optimizer_made(self, optimizer: Any) -> None:
         """An optimizer was made, or is met at its step: losses may be for it."""
@@ -78,18 +76,15 @@ class Losses(StepListener):
         """If the losses that wait gave gradients to parameters, and those have none any more,
         nothing is left of those losses: the script has dropped them without `zero_grad`."""
         params = self.parameters()
-        now = marks_of(params)
-        if self.are_waiting and self._gave_gradients:
-            then = now.along(self._ids)
-            mine = self._without_gradient & then.there
-            if mine and not mine & ~then.lacking:
-                self._leave_out()
+        if self.are_waiting and self._gave_gradients and self._are_lacking(params):
+            self._leave_out()
         if not self.are_waiting:
+            self._gave_gradients = False
             several = len(self._optimizers) > 1
             self._gradients = {id(p): _GradientState.of(p) for p in params} if several else {}
-            self._ids, self._without_gradient, self._gave_gradients = now.ids, now.lacking, False
-        if not self._gave_gradients and now.lacking:
-            self._witness = params[now.first_lacking()]
+            self._before = marks_of(params) if several else None
+        if not self._gave_gradients:
+            self._witness = _without_gradient(params)
         if isinstance(tensors, Tensor):
             tensors = (tensors,)
         if gradients is not None:
@@ -104,11 +99,21 @@ class Losses(StepListener):
         first of them, else all are looked at."""
         witness, self._witness = self._witness, None
         if witness is not None and self.are_waiting:
-            if witness.grad is None:
-                now = marks_of(self.parameters()).along(self._ids)
-                self._gave_gradients = self._without_gradient & now.there & ~now.lacking != 0
-            else:
-                self._gave_gradients = True
+            self._gave_gradients = witness.grad is not None or not self._are_lacking(
+                self.parameters()
+            )
+
+    def _are_lacking(self, params: Sequence[Tensor]) -> bool:
+        """Whether of the parameters that had no gradient before the losses none has one now.
+
+        Of one optimizer these are all: they have gradients or lack them together, but for those
+        that no loss uses.
+        """
+        now = marks_of(params)
+        if self._before is None:
+            return now.lacking == now.there
+        then = now.along(self._before.ids)
+        return not self._before.lacking & then.there & ~then.lacking
 
     def gradients_clear(self, owner: Any) -> None:
         """With the gradients go the losses that they came from, unless gradients of another
@@ -207,6 +212,14 @@ class Losses(StepListener):
         if len(there) > 1:
             params = list({id(param): param for param in params}.values())
         return params
+
+
+def _without_gradient(params: Sequence[Tensor]) -> Tensor | None:
+    """The first without a gradient; None if there is none."""
+    if params and params[0].grad is None:
+        return params[0]
+    now = marks_of(params)
+    return params[now.first_lacking()] if now.lacking else None
 
 
 @dataclass(frozen=True)

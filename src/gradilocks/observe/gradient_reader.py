@@ -225,7 +225,7 @@ class _Meter:
         numbers, norm, nan, inf = told
         if numbers is not None:
             self._numbers = numbers
-        row = [0.0] * len(ROW)
+        row = _NOTHING.copy()
         row[_NORM], row[_NAN], row[_INF] = norm, nan, inf
         record = StepRecord(
             lambda: torch.tensor(row, dtype=torch.float64, device="cpu"),
@@ -233,9 +233,11 @@ class _Meter:
             partial(KernelStatistics.of, rows),
             numbers=row,
         )
-        return self._before._replace(record=record)
+        before = self._before
+        return Measured(before.places, record, before.elements, before.double, detailed=True)
 
 
+_NOTHING = [0.0] * len(ROW)
 _FLAGS = tuple(torch.tensor(flag, dtype=torch.float32, device="cpu") for flag in (0.0, 1.0))
 _RULES = NoClip().rules(), NoScale().rules()
 _NORM, _NAN, _INF = (ROW.index(name) for name in ("norm", "nan", "inf"))

@@ -158,7 +158,7 @@ def letter_of(pending: PendingStep, own: Step, number: int) -> dict[str, Any]:
         "optimizer": part.optimizer,
         "step": number,
         "structure": part.structure,
-        "loss": pending.scalars["loss"],
+        "loss": pending.scalars.get("loss"),
         "clipped": own.clipped,
         "double": part.double,
     }

@@ -423,7 +423,7 @@ class StepRecorder(StepListener):
         params = parameter_list(step.optimizers)
         if not params:
             return
-        recorder = self.recorder_now()
+        recorder = self.recorder or self.recorder_now()
         if not (recorder.writes or has_other_ranks()):
             return
         is_new = id(optimizer) not in self._introductions
@@ -458,7 +458,8 @@ class StepRecorder(StepListener):
     def _read(self, step: Step, attempt: _Attempt, loss: object = None) -> None:
         """Reads the gradients, and the loss that they came from."""
         known, recorder = attempt.known, self.recorder
-        only_losses = self._only_losses(known)
+        writes = recorder is not None and recorder.writes
+        only_losses = not writes and self._only_losses(known)
         if only_losses:
             reading = Reading([], None, [], double=False)
         else:
@@ -473,7 +474,7 @@ class StepRecorder(StepListener):
             step.found, step.is_finite = reading.record, reading.is_finite()
             step.clipped_found = reading.clipped
         attempt.loss = self.losses.take()
-        if recorder is not None and recorder.writes and not recorder.knows_precision:
+        if recorder is not None and writes and not recorder.knows_precision:
             recorder.precision(self.losses.formats)
         if attempt.loss is None and isinstance(loss, Tensor) and loss.numel() == 1:
             attempt.loss = loss.detach().clone()

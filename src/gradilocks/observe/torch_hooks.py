@@ -42,6 +42,7 @@ class TorchHooks:
         self._scalers: set[type] = set()
         self._is_clipping = self._is_unscaling = self._is_removed = False
         self._handles: list[Any] = []
+        self._own: dict[int, Step] = {}  # By optimizer: the step that it was called for by itself.
 
     def install(self) -> None:
         """Takes their places."""
@@ -122,6 +123,7 @@ class TorchHooks:
             frame=frame,
         )
         EVENTS.begin_step(step)
+        self._own[id(optimizer)] = step
         if closure is None:
             return None
         told = _telling(closure, step)
@@ -130,8 +132,11 @@ class TorchHooks:
         return (args[0], told, *args[2:]), kwargs
 
     def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        step = EVENTS.step_around(optimizer)
-        if step is None or step.driver is not optimizer or step.frame is not _step_frame():
+        step = self._own.get(id(optimizer))
+        if step is None or step.frame is not _step_frame():  # Of a step around it, or another's.
+            return
+        del self._own[id(optimizer)]
+        if not EVENTS.goes_on(step):
             return
         found = getattr(optimizer, "found_inf", None)
         step.skip = found if isinstance(found, Tensor) else step.held

@@ -42,10 +42,8 @@ _live_of = operator.attrgetter(*_LIVE)
 _on_host = operator.attrgetter("on_host")
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _NO_STREAMS: frozenset[Any] = frozenset()
-_SPREAD_SCALARS = ("mean_loss", "losses")
-_NO_SCALARS: dict[str, float | None] = dict.fromkeys(
-    (*_LIVE, "loss", "next_scale", "nan", "inf", *_SPREAD_SCALARS)
-)
+_NUMBERS = frozenset(("loss", "next_scale", "mean_loss", "losses"))
+"""Besides, what is one number, and no column."""
 _AT = {name: place for place, name in enumerate(ROW)}
 
 
@@ -118,8 +116,8 @@ class PendingStep:
         self.on_device: list[tuple[tuple[str, ...] | str, Tensor]] = []
         """Names with a 1-d tensor of their numbers, or one name with its number or column: all that
         is to travel, once `gather` was called."""
-        self.scalars: dict[str, float | None] = {}
-        """Those that have arrived; all of them, once `gather` was called."""
+        self.scalars: dict[str, float] = {}
+        """Those that have arrived and are known."""
         if not _TENSORS.isdisjoint(map(type, _live_of(sample))):
             self._copy_live()
         record, loss = sample.record, sample.loss
@@ -165,45 +163,52 @@ class PendingStep:
             is_latest: whether its optimizer has taken no step since, so that the scale is still
                 that after this one. Of another step the next one tells.
         """
-        sample = self.sample
+        sample, scalars = self.sample, self.scalars
         self._columns: dict[str, Tensor | list[float]] = {}  # On the host.
         self.places, self.elements = sample.places, sample.elements
         self.memory: int | None = None
         self.gpu_memory: int | None = None
-        given = zip(_LIVE, _live_of(sample), strict=True)
-        known = {
-            name: float(value)
-            for name, value in given
-            if value is not None and not isinstance(value, Tensor)
-        }
-        self.scalars = {**_NO_SCALARS, **self.scalars, **known}
-        self._take("loss", sample.loss)
-        if is_latest or not isinstance(sample.next_scale, Tensor):
-            self._take("next_scale", sample.next_scale)
-        record = sample.record
-        if record is not None and record.numbers is not None:
-            self._take_row(record.numbers)
-        elif record is not None:
-            self._take("row", record.row)
+        for name, value in zip(_LIVE, _live_of(sample), strict=True):
+            if value is not None and not isinstance(value, Tensor):
+                scalars[name] = float(value)
+        record, loss = sample.record, sample.loss
+        if loss is not None:
+            self._take("loss", loss)
+        after = sample.next_scale
+        if after is not None and (is_latest or not isinstance(after, Tensor)):
+            self._take("next_scale", after)
+        if record is not None:
+            if record.numbers is None and is_here(record.row):
+                record.numbers = fetch(record.row)
+            if record.numbers is None:
+                self.on_device.append(("row", record.row))
+            else:
+                self._take_row(record.numbers)
         if sample.spread is not None:
-            for name in _SPREAD_SCALARS:
-                self._take(name, getattr(sample.spread, name))
-        for name, column in self._columns_of(sample).items():
-            if column is not None:
-                self._take(name, column)
+            self._take_all(self._spread_columns(sample.spread))
+        elif self.detail or sample.part is not None or not self._is_finite():
+            self._take_all(self._own_columns(sample))
+        if sample.rank_losses is not None:
+            self._take("rank_losses", sample.rank_losses.numbers)
+        if sample.part is not None and sample.part.norms is not None:
+            self._take("part_norms", sample.part.norms)
         sample.record = sample.found = None  # What it has of every gradient takes room.
 
-    def _take(self, name: str, value: Tensor | float | None) -> None:
+    def _take_all(self, columns: Mapping[str, Tensor | None]) -> None:
+        for name, column in columns.items():
+            if column is not None:
+                self._take(name, column)
+
+    def _take(self, name: str, value: Tensor | float) -> None:
         if not isinstance(value, Tensor):
-            self.scalars[name] = None if value is None else float(value)
-            return
-        if is_here(value):
+            self.scalars[name] = float(value)
+        elif is_here(value):
             self.put(name, value.detach())
-            return
-        value = value.detach()
-        if name in _NO_SCALARS and value.dim():
-            value = value.reshape(())
-        self.on_device.append((name, value))
+        else:
+            is_number = name in _NUMBERS and value.dim() > 0
+            self.on_device.append(
+                (name, value.detach().reshape(()) if is_number else value.detach())
+            )
 
     def put(self, what: tuple[str, ...] | str, numbers: Tensor) -> None:
         """Takes numbers that have arrived, under what `on_device` had them as."""
@@ -211,30 +216,18 @@ class PendingStep:
             self.scalars.update(zip(what, fetch(numbers), strict=True))
         elif what == "row":
             self._take_row(fetch(numbers))
-        elif what in _NO_SCALARS:
+        elif what in _NUMBERS:
             self.scalars[what] = float(numbers)
         else:
             self._columns[what] = numbers
 
     def _take_row(self, row: list[float]) -> None:
+        scalars = self.scalars
         for name in self.sample.of_record:
-            self.scalars[name] = row[_AT[name]]
-
-    def _columns_of(self, sample: Sample) -> dict[str, Tensor | None]:
-        if sample.spread is not None:
-            columns = self._spread_columns(sample.spread)
-        else:
-            columns = self._own_columns(sample)
-        if sample.rank_losses is not None:
-            columns["rank_losses"] = sample.rank_losses.numbers
-        if sample.part is not None:
-            columns["part_norms"] = sample.part.norms
-        return columns
+            scalars[name] = row[_AT[name]]
 
     def _own_columns(self, sample: Sample) -> dict[str, Tensor | None]:
-        columns: dict[str, Tensor | None] = {}
-        if not self._is_finite() or self.detail or sample.part is not None:
-            columns["counts"] = sample.counts()
+        columns: dict[str, Tensor | None] = {"counts": sample.counts()}
         if self.detail:
             found = sample.statistics()
             if found is not None:
@@ -244,7 +237,7 @@ class PendingStep:
 
     def _is_finite(self) -> bool:
         """Whether it is known that there is no NaN and no Inf in any gradient."""
-        return self.scalars["nan"] == self.scalars["inf"] == 0.0
+        return self.scalars.get("nan") == self.scalars.get("inf") == 0.0
 
     def column(self, name: str) -> list[float]:
         """Numbers that have arrived, one for each tensor or rank; none if there are none."""
@@ -264,7 +257,11 @@ class PendingStep:
 
     def _spread_columns(self, spread: SpreadSample) -> dict[str, Tensor | None]:
         """What all ranks found, along the parameters that one optimizer has on all of them."""
-        columns: dict[str, Tensor | None] = {"blamed": spread.blamed}
+        columns: dict[str, Tensor | None] = {
+            "blamed": spread.blamed,
+            "mean_loss": spread.mean_loss,
+            "losses": spread.losses,
+        }
         shared, parameters = spread.shared, spread.together.parameters
         if shared is None or not self.detail:
             self.detail = False  # What this rank alone has found is not what the file is to tell.
@@ -278,12 +275,13 @@ class PendingStep:
     def to_step(self, optimizer: RecordedOptimizer) -> Step:
         """The record of a step whose numbers have arrived: unscaled, with culprits by name."""
         numbers, spread = self.scalars, self.sample.spread
-        skip, loss = numbers["skip"] or 0.0, numbers["loss"]
-        rejected = skip == 2.0 or bool(numbers["rejected"])
+        known = numbers.get
+        skip, loss = known("skip", 0.0), known("loss")
+        rejected = skip == 2.0 or bool(known("rejected"))
         skipped = skip > 0 or rejected
         if spread is not None:
             self._take_spread()
-            if numbers["losses"]:
+            if known("losses"):
                 loss = numbers["loss"] = numbers["mean_loss"]
         nan, inf = ([], []) if self._is_finite() and not self.detail else self.counts()
         is_bad = any(nan) or any(inf)
@@ -294,7 +292,7 @@ class PendingStep:
             told |= _culprits(optimizer, places, nan, inf, of_rank=self.sample.of_rank)
         if spread is not None:
             told |= self._told_by_ranks(spread)
-        norm = numbers["norm"]
+        norm = known("norm")
         if norm is not None and self.sample.norm_is_scaled:
             carried = self._carried()
             norm = norm / carried if carried else math.inf
@@ -303,13 +301,13 @@ class PendingStep:
             time=self.time,
             optimizer=self.index,
             loss=_finite(loss),
-            scale=_finite(numbers["scale"]),
+            scale=_finite(known("scale")),
             norm=_finite(norm),
-            limit=_finite(numbers["limit"]),
-            clipped=bool(numbers["clipped"]) and not skipped,
+            limit=_finite(known("limit")),
+            clipped=bool(known("clipped")) and not skipped,
             skipped=skipped,
             reason=None if not skipped else "rejected" if rejected else "nonfinite",
-            lr=_finite(numbers["lr"]),
+            lr=_finite(known("lr")),
             detail=self._detail(optimizer, places, nan, inf) if self.detail else None,
             loss_nonfinite=loss is not None and not math.isfinite(loss),
             of_rank=self.sample.of_rank or None,
@@ -354,21 +352,18 @@ class PendingStep:
         """Culprits with their ranks, NaN and Inf of all, and whose losses were bad."""
         culprits, bad = spread.together.blamed(self.column("blamed"), optimizer=spread.optimizer)
         named = tuple(Culprit(name, *counts) for name, counts in culprits.items())
-        nan, inf = self.scalars["nan"], self.scalars["inf"]  # None: of several optimizers.
+        nan, inf = map(self.scalars.get, ("nan", "inf"))  # None: of several optimizers.
         return {
             "culprits": named,
             "nan": sum(each.nan for each in named) if nan is None else int(nan),
             "inf": sum(each.inf for each in named) if inf is None else int(inf),
-            "loss_ranks": int(self.scalars["losses"] or 0) or None,
+            "loss_ranks": int(self.scalars.get("losses", 0)) or None,
             "bad_loss_ranks": bad,
         }
 
     def _carried(self) -> float:
         """The scale that the measured gradients carried."""
-        carried = self.scalars["carried"]
-        if carried is None:
-            carried = self.scalars["scale"]
-        return 1.0 if carried is None else carried
+        return self.scalars.get("carried", self.scalars.get("scale", 1.0))
 
     def _detail(
         self, optimizer: RecordedOptimizer, places: Sequence[int], nan: list[int], inf: list[int]
@@ -602,27 +597,31 @@ class StepQueue:
         self._most, self._seconds, self._clock = most, seconds, clock
         self._last = self._asked = clock()
         self._held: list[Pending] = []
+        self._is_due = False
         self._sent: deque[Batch] = deque()
 
-    @property
-    def has_sent(self) -> bool:
-        """Whether something is on its way to the host, or there."""
-        return len(self._sent) > 0
+    def hold(self, step: Pending) -> bool:
+        """Takes another step, or numbers of the user's own.
 
-    def hold(self, step: Pending) -> None:
-        """Takes another step, or numbers of the user's own."""
+        Returns:
+            Whether there is something to do: what is held is due, or something has been sent.
+        """
         self._held.append(step)
+        if not step.more:  # Else another one follows at once.
+            now = self._clock()
+            gap, self._asked = now - self._asked, now  # As long as the next one may take.
+            late = now + gap - self._last >= self._seconds
+            self._is_due = late or len(self._held) >= self._most
+        return self._is_due or len(self._sent) > 0
 
-    def is_due(self) -> bool:
-        """Whether there is enough of what is held, or it has waited for long; to be asked once a
-        step."""
-        now = self._clock()
-        gap, self._asked = now - self._asked, now  # As long as the next one may take.
-        return len(self._held) >= self._most or now + gap - self._last >= self._seconds
+    def send_if_due(self) -> None:
+        """Sends what is held, if there is enough of it or it has waited for long."""
+        if self._is_due:
+            self.send()
 
     def send(self) -> None:
         """Sends what is held to the host, without a wait."""
-        self._last = self._clock()
+        self._last, self._is_due = self._clock(), False
         if self._held:
             held, self._held = self._held, []
             self._sent.append(Batch(held))

@@ -435,7 +435,6 @@ class Recorder:
         if not self.recording:
             return
         refuse_capture()
-        queue = self._queue
         try:
             with self._lock:  # Against the timer alone: nothing is on its way to the file yet.
                 optimizer = self._optimizers[index]
@@ -444,14 +443,15 @@ class Recorder:
                     detail = sample.spread.shared is not None
                 optimizer.steps, optimizer.stepped = optimizer.steps + 1, True
                 self._latest = number = optimizer.steps
-                now = self.elapsed()
-                queue.hold(PendingStep(sample, index=index, step=number, time=now, detail=detail))
-                self._timer.start()
-            is_due = not sample.more and queue.is_due()
-            if is_due or queue.has_sent or self._arrived or self._written:
+                now = time.perf_counter() - self._began
+                busy = self._queue.hold(
+                    PendingStep(sample, index=index, step=number, time=now, detail=detail)
+                )
+                if not self._timer.started:
+                    self._timer.start()
+            if busy or self._arrived or self._written:
                 with self._working():
-                    if is_due:
-                        queue.send()
+                    self._queue.send_if_due()
                     self._write_batches(wait=False)
         except Exception as error:
             self._stop(error)
@@ -490,8 +490,7 @@ class Recorder:
             try:
                 self._queue.hold(PendingNumbers(numbers, step=int(step), time=self.elapsed()))
                 self.logs += 1
-                if self._queue.is_due():
-                    self._queue.send()
+                self._queue.send_if_due()
                 self._write_batches(wait=False)
                 self._timer.start()
             except Exception as error:
@@ -612,7 +611,7 @@ class Recorder:
                 continue
             assert isinstance(record, Step)
             if self._skips is not None:
-                after = pending.scalars["next_scale"]
+                after = pending.scalars.get("next_scale")
                 self._skips.take(record, next_scale=after, more=pending.more)
             self._tell_sinks("step", record)
 
@@ -752,12 +751,12 @@ class _Timer:
         self._act = weakref.WeakMethod(act)
         self._seconds = min(seconds, _thread.TIMEOUT_MAX)
         self._stop = _thread.allocate_lock()  # Held by whoever may still be called.
-        self._started = False
+        self.started = False
 
     def start(self) -> None:
         """Begins, unless it has begun already."""
-        if not self._started:
-            self._started = True
+        if not self.started:
+            self.started = True
             self._stop.acquire()
             with contextlib.suppress(RuntimeError):  # No room for a thread: nothing is lost by it.
                 _thread.start_new_thread(_run_timer, (self._act, self._seconds, self._stop))

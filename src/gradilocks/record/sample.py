@@ -187,8 +187,7 @@ class Weights:
         found = []
         with torch.no_grad():
             for before in self._before:
-                change = _copies(self._params, before.kind).elements.sub_(before.elements)
-                norms = _norms((before.elements, change), before.sizes).to(torch.float32)
+                norms = _moved_norms(self._params, before).to(torch.float32)
                 found.append(moved(norms.view(2, len(before.sizes)), home))
             norms = found[0] if len(found) == 1 else torch.cat(found, dim=1)
             places = [place for each in self._before for place in each.kind.places]
@@ -274,6 +273,18 @@ def _one_after_another(tensors: list[Tensor], total: int) -> Tensor:
     return copied if len(tensors) > 1 else copied.clone()  # Which torch does not copy.
 
 
+def _moved_norms(params: Sequence[Tensor], before: _Copies) -> Tensor:
+    """The norms of what parameters were, and behind those of what has changed since; 1-d."""
+    library = native.library()
+    if library is not None and before.elements.is_cpu and not before.kind.large:
+        tensors = [params[place] for place in before.kind.places]
+        norms = torch.empty(2 * len(tensors), dtype=torch.float64, device="cpu")
+        if library.moved_norms(tensors, before.elements, norms):
+            return norms
+    change = _copies(params, before.kind).elements.sub_(before.elements)
+    return _norms((before.elements, change), before.sizes)
+
+
 def _norms(rows: Sequence[Tensor], sizes: list[int]) -> Tensor:
     """The norms of parts of so many elements, of each row those one after another; 1-d."""
     at, parts = _where_parts_lie(rows, sizes), _Parts(rows, sizes)
@@ -333,8 +344,8 @@ def _where_parts_lie(rows: Sequence[Tensor], sizes: list[int]) -> Addresses | No
         numbers = torch.cat([offsets + begin for begin in begins])
         kinds = tuple([(first.dtype, width if place % 16 else 16) for place in places])
         at = Addresses(numbers, kinds * len(rows), tuple(sizes) * len(rows), first.device)
-    while len(_known) >= _MOST_KNOWN:
-        _known.pop(next(iter(list(_known))), None)  # Another thread may be here too.
+        while len(_known) >= _MOST_KNOWN:
+            _known.pop(next(iter(list(_known))), None)  # Another thread may be here too.
     _known[key] = offsets, at
     return at
 

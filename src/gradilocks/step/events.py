@@ -67,6 +67,8 @@ class Step:
     """Whether the gradients have lost the scale already."""
     has_closure: bool = False
     """Whether the gradients are made inside the step, by a closure."""
+    is_of_control: bool = False
+    """Whether a GradientControl drives it."""
     names: Names | None = None
     """Of a control: of its parameters."""
     order: float = 2.0
@@ -121,11 +123,6 @@ class Step:
     """At the end, of a scaler with a clip policy: the bound on the norm."""
     clipped: Tensor | None = field(default=None, init=False)
     """At the end, of a scaler with a clip policy: whether it made the gradients smaller."""
-
-    @property
-    def is_of_control(self) -> bool:
-        """Whether a GradientControl drives it."""
-        return self.names is not None
 
     @property
     def carried(self) -> Tensor | float:
@@ -306,6 +303,10 @@ class StepEvents:
         for listener in self.listeners:
             listener.step_ended(step)
 
+    def goes_on(self, step: Step) -> bool:
+        """Whether a step has begun, and neither ended nor failed."""
+        return len(_running) > 0 and (_running[-1] is step or any(e is step for e in _running))
+
     def fail_step(self, step: Step) -> None:
         """A step has raised, before or after it was over."""
         _forget(step)
@@ -344,7 +345,10 @@ EVENTS = StepEvents()
 
 
 def _forget(step: Step) -> None:
-    _running[:] = [each for each in _running if each is not step]
+    if _running and _running[-1] is step:
+        _running.pop()
+    else:
+        _running[:] = [each for each in _running if each is not step]
 
 
 def _goes_on(frame: FrameType | None) -> bool:

@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -110,10 +109,17 @@ class KeptOutput(NamedTuple):
     version: int
 
 
-class _Graph:
-    """Lives as long as the graph of an output: held by a hook in it, and by nobody else."""
+class _GradientHook:
+    """Tells of the gradient that an output receives. It lives as long as the output's graph, which
+    holds it, and nobody else does."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "_call", "_kept", "_place")
+
+    def __init__(self, kept: KeptCalls, call: KeptCall, place: str) -> None:
+        self._kept, self._call, self._place = kept, call, place
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._kept.note_received(self._call, self._place, gradient)
 
 
 class KeptCall:
@@ -166,7 +172,7 @@ class KeptCall:
         self.incomplete = ""
         self.bytes = 0
         self.inputs: list[KeptInput] = []
-        self.graphs: list[weakref.ref[_Graph]] = []
+        self.graphs: list[weakref.ref[_GradientHook]] = []
         self.args: tuple[Any, ...] | None = tuple(map(self._kept, args))
         self.kwargs: Mapping[str, Any] = {}
 
@@ -358,8 +364,9 @@ class KeptCalls:
         used = [call for call in self.calls if not call.is_unused]
         others = self.others or self._in_passing or len(used) < len(self.calls)
         step = self._latest = KeptStep(used, self.missing, others=others)
-        self.calls = [call for call in step.calls if not call.came_back]
-        self._bytes, self.missing = sum(call.bytes for call in self.calls), ""
+        self.calls = [call for call in used if not call.came_back]
+        self._bytes = sum(call.bytes for call in self.calls) if self.calls else 0
+        self.missing = ""
         self._in_passing = False
         return step
 
@@ -460,9 +467,9 @@ class KeptCalls:
     def _watch(self, call: KeptCall, place: str, tensor: Tensor) -> None:
         """Keeps what a module has returned, and the gradient that it will get."""
         if tensor.requires_grad and not tensor.is_leaf:
-            graph = _Graph()
-            call.graphs.append(weakref.ref(graph))
-            hook_gradient(tensor, partial(self._received, call, place, graph))
+            hook = _GradientHook(self, call, place)
+            call.graphs.append(weakref.ref(hook))
+            hook_gradient(tensor, hook)
         size = _bytes_of(tensor)
         if self._bytes + call.bytes + size <= self._most_bytes:
             call.bytes += size
@@ -487,13 +494,14 @@ class KeptCalls:
         self._bytes += call.bytes
         self.calls.append(call)
 
-    def _received(self, call: KeptCall, place: str, graph: _Graph, gradient: Tensor) -> None:
+    def note_received(self, call: KeptCall, place: str, gradient: Tensor) -> None:
+        """The output of a call has received this gradient."""
         if self.paused:
             return
         call.came_back = call.came_back or next(self._clock)
         if call.args is None:
             return
-        size = gradient.nbytes if gradient.layout is torch.strided else 0
+        size = _bytes_of(gradient)
         if place in call.received:  # Run backward a second time.
             call.incomplete = "its output was run backward more than once"
         elif self._bytes + size > self._most_bytes:

@@ -374,7 +374,8 @@ class Tracer(StepListener):
     def well(self) -> None:
         """A step was good, so that its parameters are."""
         self._is_late = False
-        self.settle()
+        if self._ranks is not None:
+            self.settle()
 
     # --- what is told --------------------------------------------------------------------------
 
