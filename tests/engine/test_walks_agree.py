@@ -1023,7 +1023,7 @@ def test_meshes_are_found_as_python_finds_them():
         params += [Model.parameter(2), model.spread(3)]
     for tensors in (params, params[::-1], tuple(params), [], [Model.parameter(2)], params[:1]):
         assert found(tensors, True) == found(tensors, False)
-    assert len(found(params, True)) in (2, 3)  # torch may have one for two that are alike.
+    assert len(found(params, True)) > 1
     assert LIBRARY.meshes([Odd(torch.ones(2))], dtensor_parts()) is None
     assert found([*params, Odd(torch.ones(2))], True) == found(params, False)
 

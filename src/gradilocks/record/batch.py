@@ -217,7 +217,7 @@ class PendingStep:
         elif what == "row":
             self._take_row(fetch(numbers))
         elif what in _NUMBERS:
-            self.scalars[what] = float(numbers)
+            (self.scalars[what],) = fetch(numbers)
         else:
             self._columns[what] = numbers
 

@@ -102,18 +102,34 @@ def _step_in_float32(
     if flag is not None and flag.item() == 1:  # It is skipped, bit for bit.
         fused_sgd_(params, grads, buffers, **settings)
         return
-    wide = [[_widened(tensor) for tensor in tensors] for tensors in (params, grads, buffers)]
-    fused_sgd_(*wide, **settings)
-    written = [*zip(params, wide[0], strict=True), *zip(buffers, wide[2], strict=True)]
-    if settings.get("grad_scale") is not None:  # Then it leaves unscaled gradients behind.
-        written += zip(grads, wide[1], strict=True)
-    for tensor, made in written:
-        tensor.data.copy_(made)  # Uncounted by the tensor's version, as the kernel's own writes.
+    unscales = settings.get("grad_scale") is not None  # Then it leaves unscaled gradients behind.
+    for place, param in enumerate(params):
+        for mine in _pieces([param, grads[place], *buffers[place : place + 1]]):
+            wide = [_widened(tensor) for tensor in mine]
+            fused_sgd_(wide[:1], wide[1:2], wide[2:], **settings)
+            for number, (tensor, made) in enumerate(zip(mine, wide, strict=True)):
+                if number != 1 or unscales:
+                    tensor.copy_(made)
+
+
+_PIECE = 1 << 20
+"""Elements of a tensor that are copied at a time: 4 megabytes, whatever its size."""
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
+    """The same elements of all of them, some at a time, if they lie in the same order.
+
+    By their `data`: what is written is uncounted by their versions, as the kernel's own writes.
+    """
+    data = [tensor.data for tensor in tensors]
+    if not all(tensor.is_contiguous() for tensor in data):
+        return [data]
+    return zip(*(torch.split(tensor.view(-1), _PIECE) for tensor in data), strict=True)
 
 
 def _widened(tensor: Tensor) -> Tensor:
     """A float32 copy whose elements lie in the order that the kernel takes for granted."""
-    return tensor.detach().to(torch.float32, memory_format=torch.contiguous_format)
+    return tensor.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 @functools.cache
