@@ -168,17 +168,42 @@ def test_in_another_process_they_cannot_be_told_apart():
     assert torch.equal(params[1], before)
 
 
-def test_another_optimizer_over_the_same_parameters_goes_on_with_what_was_learned():
-    (param,), (optimizer,) = pair(4)
-    scaler = GradScaler("cpu", clip=QuantileClip(0.5, window=8))
-    for _ in range(4):
-        step(scaler, param, optimizer, LARGE)
-    another = torch.optim.Adam([param], lr=0.1)
-    assert step(scaler, param, another, SMALL).limit == 200.0
-    again = GradScaler("cpu", clip=QuantileClip(0.5, window=8))
+@each_clip
+def test_one_that_is_made_anew_over_the_same_parameters_goes_on_with_what_was_learned(make):
+    (param,), optimizers = pair(4)
+    scaler = GradScaler("cpu", clip=make())
+    for _ in range(6):
+        step(scaler, param, optimizers[0], LARGE)
+    (before,) = learned(scaler)
+    optimizers[0] = torch.optim.Adam([param], lr=0.1)
+    gc.collect()
+    step(scaler, param, optimizers[0], LARGE)
+    (after,) = learned(scaler)
+    count = next(name for name in before if name.endswith("count"))
+    assert (before[count], after[count]) == (6, 7)
+    again = GradScaler("cpu", clip=make())
     again.load_state_dict(scaler.state_dict())
-    assert [memory["count"] for memory in learned(again)] == [5]
-    assert step(again, param, optimizer, SMALL).limit == 200.0
+    assert learned(again) == [after]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_two_that_live_over_the_same_parameters_have_a_memory_each(named):
+    params = nn.ParameterList([nn.Parameter(torch.zeros(4))])
+    optimizers = [torch.optim.SGD(params, lr=0.1) for _ in range(2)]
+    given = {"clip": QuantileClip(0.5, window=8), "model": params if named else None}
+    scaler = trained(GradScaler("cpu", **given), [params[0]] * 2, optimizers)
+    for other in (scaler, copy.deepcopy(scaler)):
+        assert step(other, params[0], optimizers[1], LARGE).limit == 200.0
+        assert step(other, params[0], optimizers[0], SMALL).limit == 2.0
+    assert len(learned(scaler)) == 2
+    with pytest.raises(BadState, match=r"of 2 optimizers .* cannot be told"):
+        GradScaler("cpu", **given).load_state_dict(scaler.state_dict())
+    sent = pickle.loads(pickle.dumps(scaler))
+    if named:
+        sent.model = params
+    with pytest.raises(BadState, match="cannot be told") as caught:
+        step(sent, params[0], optimizers[1], LARGE)
+    assert ("a scaler of its own" in str(caught.value)) is named
 
 
 # --- the numbers of groups ------------------------------------------------------------------------
