@@ -333,6 +333,8 @@ class GradientControl:
         claims = self._claims(checked, unclaimed, known, had=before)
         losses, parts = self._engine.losses, self._states_of_parts()
         state = whole = self._engine.saved() if before else self._waiting_state
+        if waited is not None and state is waited:
+            state = self._of_those_met(waited)
         kept = self._engine.remembered(every_parameter(checked)) if before else None
         # By their new places; of one that is made anew, by the place of the one before.
         places = {id(optimizer): k for k, optimizer in enumerate(checked)}
@@ -360,12 +362,12 @@ class GradientControl:
             if kept is not None:
                 state = {**state, "gradilocks": {**state["gradilocks"], "clip_state": None}}
             try:
-                steps = self._engine.load(state, self._ranks)
+                steps = self._engine.load(state, self._ranks, changed=self._grows)
             except BadState:
                 if before:
                     assert whole is not None
                     self._take(before, names)
-                    self._engine.load(whole, self._ranks)
+                    self._engine.load(whole, self._ranks, changed=self._grows)
                 else:
                     self._optimizers = ()
                     self._names.use(names, ())  # type: ignore[arg-type]
@@ -393,6 +395,19 @@ class GradientControl:
             journal.goes_on_from(checked, counts, self._loaded)
         if waited is not None and steps is not None:
             self._tell_loaded()
+
+    def _of_those_met(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A checkpoint of which not all parameters may be here, as long as optimizers may come.
+
+        A clip policy that learns of each parameter has a number for each there. Of all together it
+        has learned nothing if each has stepped alone; what it knows of each is among the parts.
+        """
+        ours = state.get("gradilocks")
+        if not self._grows or not isinstance(ours, Mapping) or ours.get("steps") != 0:
+            return state
+        if not self._engine.clip_policy.by_parameter or not parts_in(state):
+            return state
+        return {**state, "gradilocks": {**ours, "clip_state": None}}
 
     def _divided(
         self,
@@ -963,7 +978,8 @@ class GradientControl:
         if len(self._optimizers) == 1 and len(saved) == 1 and not self._grows:
             # Saved where others might have come: what is known of the one is known of the whole.
             _, state_dict = self._divided(saved, state_dict, (), self._optimizers)
-        steps = self._engine.load(state_dict, self._ranks)
+        met = state_dict if in_order else self._of_those_met(state_dict)
+        steps = self._engine.load(met, self._ranks, changed=self._grows)
         self._judged.clear()
         self._load_parts(state_dict, in_order=in_order)
         if self._loads is not None:

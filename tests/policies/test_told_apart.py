@@ -433,6 +433,29 @@ def test_what_nobody_has_claimed_yet_is_saved_on():
     assert copied.state_dict() == again.state_dict()
 
 
+@pytest.mark.parametrize("met", [(), (0,), (1,), (0, 1), (2,)])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("make", [LEARNING["AdaGC"], lambda: chain(AdaGC(warmup=2), 1e6)])
+def test_what_is_learned_of_each_parameter_loads_whoever_was_met(make, named, met):
+    """Behind as_scaler(), where the others are still to come."""
+    params, optimizers = pair(4, 5, 6)
+    options = {"model": nn.ParameterList(params)} if named else {}
+    scaler = trained(handed(make(), **options), params[:2], optimizers[:2])
+    saved = scaler.state_dict()
+    again = handed(make(), **options)
+    for place in met:
+        step(again, params[place], optimizers[place], SMALL)
+    again.load_state_dict(saved)
+    told = []
+    for each in (scaler, again):
+        for place in (2, 1, 0):  # The first is none of those that the checkpoint knows.
+            step(each, params[place], optimizers[place], (SMALL, LARGE, SMALL)[place])
+        parts = [state["gradilocks"] for _, state in each.state_dict()["gradilocks"]["parts"]]
+        told.append({part["optimizer"]["sizes"][0]: part["clip_state"] for part in parts})
+    assert [set(each) for each in told] == [{4, 5, 6}] * 2
+    assert [told[0][size] for size in (4, 5)] == [told[1][size] for size in (4, 5)]
+
+
 # --- an optimizer that has changed since ----------------------------------------------------------
 
 EACH = {"scaler": lambda clip, **given: GradScaler("cpu", clip=clip, **given), "control": handed}
