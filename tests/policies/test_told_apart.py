@@ -517,6 +517,42 @@ def test_a_control_says_of_whom_a_checkpoint_knows_nothing(caplog):
     assert "GradientControl(model=...)" in told
 
 
+@each_object
+@pytest.mark.parametrize("named", [False, True])
+def test_of_two_that_are_alike_one_is_known_and_the_other_comes_first(make, named):
+    params, optimizers = pair(4, 4)
+    clip, given = QuantileClip(0.5, window=8), {}
+    if named:
+        given["model"] = nn.ParameterList(params)
+    scaler = make(clip, **given)
+    for _ in range(4):
+        step(scaler, params[0], optimizers[0], SMALL)
+    again = make(clip, **given)
+    again.load_state_dict(scaler.state_dict())
+    step(again, params[1], optimizers[1], LARGE)
+    if named:
+        assert step(again, params[0], optimizers[0], LARGE).limit == 2.0
+        return
+    for _ in range(2):
+        before = params[0].detach().clone()
+        with pytest.raises(BadState, match=r"is of one of two .* cannot be told.*model=\{"):
+            step(again, params[0], optimizers[0], SMALL)
+        assert torch.equal(params[0], before)
+        params[0].grad = None
+
+
+def test_of_two_that_are_alike_and_known_a_state_of_one_is_refused():
+    params, optimizers = pair(4, 4)
+    scaler = handed(QuantileClip(0.5, window=8))
+    step(scaler, params[0], optimizers[0], SMALL)
+    saved = scaler.state_dict()
+    again = trained(handed(QuantileClip(0.5, window=8)), params, optimizers, count=2)
+    before = again.state_dict()
+    with pytest.raises(BadState, match="is of one of two"):
+        again.load_state_dict(saved)
+    assert again.state_dict() == before
+
+
 @pytest.mark.parametrize("spoilt", [{"sizes": [None]}, {"shapes": [4]}, {"names": [3]}])
 def test_a_signature_that_is_none_is_a_bad_state(spoilt):
     params, optimizers = pair(4, 5)

@@ -32,6 +32,7 @@ from gradilocks.state.optimizer_match import (
     FIELDS,
     fits_signature,
     known_places,
+    may_be_as_well,
     places_of,
     signature_of,
     tell_of_a_stranger,
@@ -62,6 +63,9 @@ class _Place:
     """Returns the optimizer that `saved` is certainly of, if that is known and it lives."""
     signature: dict[str, Any] = field(default_factory=dict)
     """Of the optimizer that had it last."""
+    guessed: dict[str, Any] | None = None
+    """What of a checkpoint that optimizer was given because it fits, and not as its certain owner.
+    """
     left: tuple[Any, list[Callable[[], Any]]] | None = None
     """What the clip policy remembered of that one when it went, and of which parameters."""
 
@@ -192,6 +196,7 @@ class OptimizerEngines:
         place = self._place_for(optimizer, signature)
         params = list(every_parameter([optimizer]))
         left = place.left_of(params)
+        place.guessed = None if place.owner() is optimizer else place.saved
         if place.saved is not None:
             known = known_places(signature, place.saved)
             if known is not None:
@@ -227,6 +232,7 @@ class OptimizerEngines:
             found = self._told_apart(optimizer, mine, waiting)
             if found is not None:
                 return found
+        self._refuse_guesses(optimizer, mine)
         params = list(every_parameter([optimizer]))
         gone = [place for place in self._places if place.saved is None and place.ref() is None]
         same = [place for place in gone if place.left_of(params) is not None]
@@ -252,6 +258,21 @@ class OptimizerEngines:
         if _must_tell(self.clip, [saved[place] for place in places]):
             raise _untold(self.clip, len(places), mine["names"])
         return waiting[places[0]]
+
+    def _refuse_guesses(self, optimizer: Any, mine: dict[str, Any]) -> None:
+        """Raises if another optimizer was given what may as well be of this one.
+
+        Over the same parameters it is of both.
+        """
+        params = set(map(id, every_parameter([optimizer])))
+        for place in self._places:
+            holder = place.ref()
+            if holder is None or place.guessed is None:
+                continue
+            fits = may_be_as_well(mine, place.guessed, place.signature)
+            matters = _must_tell(self.clip, [place.guessed, {"memory": None}])
+            if fits and matters and params != set(map(id, every_parameter([holder]))):
+                raise _untold(self.clip, 1, mine["names"])
 
     def _refuse_untold(self, optimizer: Any, names: Names) -> None:
         """Raises if the clip goes by names, or its memory does, and they cannot be told here."""
@@ -407,9 +428,10 @@ def _untold(clip: ClipPolicy, count: int, names: Sequence[str]) -> BadState:
     )
     if not any(map(is_unnamed, names)):
         way_out += "Of two over the same parameters, keep one, or give each a scaler of its own. "
+    whose = f"{count} optimizers" if count > 1 else "one of two optimizers"
     return BadState(
         f"what clip={clip.policy_name}(...) knows, from a state_dict or from the scaler that this "
-        f"one is a copy of, is of {count} optimizers whose parameters have the same names and "
+        f"one is a copy of, is of {whose} whose parameters have the same names and "
         f"shapes ({named}, ...). Which optimizer is which cannot be told, and the order of their "
         f"steps is no proof. {way_out}To go on from a state_dict without "
         f"what was learned: state_dict[{SCALERS!r}]['clip']['states'] = ()."
