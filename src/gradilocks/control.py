@@ -68,7 +68,12 @@ from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.sample import Weights
 from gradilocks.scale import DynamicScale, resolve_scale
 from gradilocks.state.checkpoint import check_scale, fitted, parts_in, tell_replaced
-from gradilocks.state.optimizer_match import places_of, signature_of, tell_of_a_stranger
+from gradilocks.state.optimizer_match import (
+    may_be_as_well,
+    places_of,
+    signature_of,
+    tell_of_a_stranger,
+)
 from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
 from gradilocks.step.engine import Engine, Evidence, Look, Verdict, look, multiply_
@@ -237,6 +242,8 @@ class GradientControl:
         # the number there of those that have been handed over one by one, by their number here.
         self._unclaimed: dict[int, Mapping[str, Any]] = {}
         self._numbers: dict[int, int] = {}
+        # Of the latter, by the number there, what they were given.
+        self._claimed: dict[int, Mapping[str, Any]] = {}
         # Steps of parts that the scale has not heard of yet; a part has the list of its whole.
         self._judged: list[Evidence] = []
         self._is_part = False
@@ -333,6 +340,8 @@ class GradientControl:
         claims = self._claims(checked, unclaimed, known, had=before)
         losses, parts = self._engine.losses, self._states_of_parts()
         state = whole = self._engine.saved() if before else self._waiting_state
+        if waited is not None and state is waited:
+            state = self._of_those_met(waited)
         kept = self._engine.remembered(every_parameter(checked)) if before else None
         # By their new places; of one that is made anew, by the place of the one before.
         places = {id(optimizer): k for k, optimizer in enumerate(checked)}
@@ -360,12 +369,12 @@ class GradientControl:
             if kept is not None:
                 state = {**state, "gradilocks": {**state["gradilocks"], "clip_state": None}}
             try:
-                steps = self._engine.load(state, self._ranks)
+                steps = self._engine.load(state, self._ranks, changed=self._grows)
             except BadState:
                 if before:
                     assert whole is not None
                     self._take(before, names)
-                    self._engine.load(whole, self._ranks)
+                    self._engine.load(whole, self._ranks, changed=self._grows)
                 else:
                     self._optimizers = ()
                     self._names.use(names, ())  # type: ignore[arg-type]
@@ -393,6 +402,19 @@ class GradientControl:
             journal.goes_on_from(checked, counts, self._loaded)
         if waited is not None and steps is not None:
             self._tell_loaded()
+
+    def _of_those_met(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A checkpoint of which not all parameters may be here, as long as optimizers may come.
+
+        A clip policy that learns of each parameter has a number for each there. Of all together it
+        has learned nothing if each has stepped alone; what it knows of each is among the parts.
+        """
+        ours = state.get("gradilocks")
+        if not self._grows or not isinstance(ours, Mapping) or ours.get("steps") != 0:
+            return state
+        if not self._engine.clip_policy.by_parameter or not parts_in(state):
+            return state
+        return {**state, "gradilocks": {**ours, "clip_state": None}}
 
     def _divided(
         self,
@@ -963,7 +985,8 @@ class GradientControl:
         if len(self._optimizers) == 1 and len(saved) == 1 and not self._grows:
             # Saved where others might have come: what is known of the one is known of the whole.
             _, state_dict = self._divided(saved, state_dict, (), self._optimizers)
-        steps = self._engine.load(state_dict, self._ranks)
+        met = state_dict if in_order else self._of_those_met(state_dict)
+        steps = self._engine.load(met, self._ranks, changed=self._grows)
         self._judged.clear()
         self._load_parts(state_dict, in_order=in_order)
         if self._loads is not None:
@@ -1325,7 +1348,33 @@ class GradientControl:
             if found:
                 claims[place] = found[0]
                 del waiting[found[0]]
+        if unordered:
+            given = {id(optimizers[place]): unclaimed[number] for place, number in claims.items()}
+            for place, number in self._numbers.items() if had else ():
+                given[id(had[place])] = self._claimed[number]
+            self._refuse_guesses(optimizers, given, model)
         return claims
+
+    def _refuse_guesses(
+        self, optimizers: Sequence[Any], given: Mapping[int, Mapping[str, Any]], model: Any
+    ) -> None:
+        """Raises if one optimizer was given what may as well be of another that got nothing.
+
+        Args:
+            optimizers: all.
+            given: by the id of an optimizer, what is known of it from a checkpoint.
+            model: names their parameters.
+        """
+        signatures = {id(each): signature_of(each, Names(model, (each,))) for each in optimizers}
+        for number, state in given.items():
+            saved, holder = state["gradilocks"].get("optimizer"), signatures.get(number)
+            nothing = {"gradilocks": {"clip_state": None}}
+            if saved is None or holder is None or not self._must_tell([state, nothing]):
+                continue
+            others = [mine for each, mine in signatures.items() if each not in given]
+            if any(may_be_as_well(mine, saved, holder) for mine in others):
+                policy = self._engine.clip_policy.policy_name
+                raise BadState(_GUESSED.format(policy=policy))
 
     def _must_tell(self, alike: Sequence[Mapping[str, Any]]) -> bool:
         """Whether it matters to the clip policy which of these states an optimizer gets."""
@@ -1343,6 +1392,8 @@ class GradientControl:
         taken = set(claims.values())
         self._unclaimed = {k: state for k, state in unclaimed.items() if k not in taken}
         self._numbers = {**numbers, **claims} if self._grows else {}
+        known = {**self._claimed, **unclaimed}
+        self._claimed = {number: known[number] for number in self._numbers.values()}
 
     def _tell_of_strangers(
         self, came: Sequence[int], unclaimed: Mapping[int, Mapping[str, Any]]
@@ -1757,6 +1808,13 @@ _UNTOLD = (
     "parameters, in the run that saves and in the one that loads: "
     'GradientControl(model={{"one": model, "other": other}}); or say the order before the first '
     "step: control.bind(optimizer, another)."
+)
+
+_GUESSED = (
+    "what clip={policy}(...) knows, from a state_dict, is of one of two optimizers whose "
+    "parameters have the same names and shapes, and of which cannot be told. Name the parameters, "
+    "in the run that saves and in the one that loads: "
+    'GradientControl(model={{"one": model, "other": other}}).'
 )
 
 _UNBOUND = (

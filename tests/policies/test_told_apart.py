@@ -168,17 +168,42 @@ def test_in_another_process_they_cannot_be_told_apart():
     assert torch.equal(params[1], before)
 
 
-def test_another_optimizer_over_the_same_parameters_goes_on_with_what_was_learned():
-    (param,), (optimizer,) = pair(4)
-    scaler = GradScaler("cpu", clip=QuantileClip(0.5, window=8))
-    for _ in range(4):
-        step(scaler, param, optimizer, LARGE)
-    another = torch.optim.Adam([param], lr=0.1)
-    assert step(scaler, param, another, SMALL).limit == 200.0
-    again = GradScaler("cpu", clip=QuantileClip(0.5, window=8))
+@each_clip
+def test_one_that_is_made_anew_over_the_same_parameters_goes_on_with_what_was_learned(make):
+    (param,), optimizers = pair(4)
+    scaler = GradScaler("cpu", clip=make())
+    for _ in range(6):
+        step(scaler, param, optimizers[0], LARGE)
+    (before,) = learned(scaler)
+    optimizers[0] = torch.optim.Adam([param], lr=0.1)
+    gc.collect()
+    step(scaler, param, optimizers[0], LARGE)
+    (after,) = learned(scaler)
+    count = next(name for name in before if name.endswith("count"))
+    assert (before[count], after[count]) == (6, 7)
+    again = GradScaler("cpu", clip=make())
     again.load_state_dict(scaler.state_dict())
-    assert [memory["count"] for memory in learned(again)] == [5]
-    assert step(again, param, optimizer, SMALL).limit == 200.0
+    assert learned(again) == [after]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_two_that_live_over_the_same_parameters_have_a_memory_each(named):
+    params = nn.ParameterList([nn.Parameter(torch.zeros(4))])
+    optimizers = [torch.optim.SGD(params, lr=0.1) for _ in range(2)]
+    given = {"clip": QuantileClip(0.5, window=8), "model": params if named else None}
+    scaler = trained(GradScaler("cpu", **given), [params[0]] * 2, optimizers)
+    for other in (scaler, copy.deepcopy(scaler)):
+        assert step(other, params[0], optimizers[1], LARGE).limit == 200.0
+        assert step(other, params[0], optimizers[0], SMALL).limit == 2.0
+    assert len(learned(scaler)) == 2
+    with pytest.raises(BadState, match=r"of 2 optimizers .* cannot be told"):
+        GradScaler("cpu", **given).load_state_dict(scaler.state_dict())
+    sent = pickle.loads(pickle.dumps(scaler))
+    if named:
+        sent.model = params
+    with pytest.raises(BadState, match="cannot be told") as caught:
+        step(sent, params[0], optimizers[1], LARGE)
+    assert ("a scaler of its own" in str(caught.value)) is named
 
 
 # --- the numbers of groups ------------------------------------------------------------------------
@@ -408,6 +433,29 @@ def test_what_nobody_has_claimed_yet_is_saved_on():
     assert copied.state_dict() == again.state_dict()
 
 
+@pytest.mark.parametrize("met", [(), (0,), (1,), (0, 1), (2,)])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("make", [LEARNING["AdaGC"], lambda: chain(AdaGC(warmup=2), 1e6)])
+def test_what_is_learned_of_each_parameter_loads_whoever_was_met(make, named, met):
+    """Behind as_scaler(), where the others are still to come."""
+    params, optimizers = pair(4, 5, 6)
+    options = {"model": nn.ParameterList(params)} if named else {}
+    scaler = trained(handed(make(), **options), params[:2], optimizers[:2])
+    saved = scaler.state_dict()
+    again = handed(make(), **options)
+    for place in met:
+        step(again, params[place], optimizers[place], SMALL)
+    again.load_state_dict(saved)
+    told = []
+    for each in (scaler, again):
+        for place in (2, 1, 0):  # The first is none of those that the checkpoint knows.
+            step(each, params[place], optimizers[place], (SMALL, LARGE, SMALL)[place])
+        parts = [state["gradilocks"] for _, state in each.state_dict()["gradilocks"]["parts"]]
+        told.append({part["optimizer"]["sizes"][0]: part["clip_state"] for part in parts})
+    assert [set(each) for each in told] == [{4, 5, 6}] * 2
+    assert [told[0][size] for size in (4, 5)] == [told[1][size] for size in (4, 5)]
+
+
 # --- an optimizer that has changed since ----------------------------------------------------------
 
 EACH = {"scaler": lambda clip, **given: GradScaler("cpu", clip=clip, **given), "control": handed}
@@ -467,6 +515,42 @@ def test_a_control_says_of_whom_a_checkpoint_knows_nothing(caplog):
     (told,) = [each.getMessage() for each in caplog.records if "afresh" in each.getMessage()]
     assert "QuantileClip starts afresh for an optimizer of 2 parameters (optimizers[1]." in told
     assert "GradientControl(model=...)" in told
+
+
+@each_object
+@pytest.mark.parametrize("named", [False, True])
+def test_of_two_that_are_alike_one_is_known_and_the_other_comes_first(make, named):
+    params, optimizers = pair(4, 4)
+    clip, given = QuantileClip(0.5, window=8), {}
+    if named:
+        given["model"] = nn.ParameterList(params)
+    scaler = make(clip, **given)
+    for _ in range(4):
+        step(scaler, params[0], optimizers[0], SMALL)
+    again = make(clip, **given)
+    again.load_state_dict(scaler.state_dict())
+    step(again, params[1], optimizers[1], LARGE)
+    if named:
+        assert step(again, params[0], optimizers[0], LARGE).limit == 2.0
+        return
+    for _ in range(2):
+        before = params[0].detach().clone()
+        with pytest.raises(BadState, match=r"is of one of two .* cannot be told.*model=\{"):
+            step(again, params[0], optimizers[0], SMALL)
+        assert torch.equal(params[0], before)
+        params[0].grad = None
+
+
+def test_of_two_that_are_alike_and_known_a_state_of_one_is_refused():
+    params, optimizers = pair(4, 4)
+    scaler = handed(QuantileClip(0.5, window=8))
+    step(scaler, params[0], optimizers[0], SMALL)
+    saved = scaler.state_dict()
+    again = trained(handed(QuantileClip(0.5, window=8)), params, optimizers, count=2)
+    before = again.state_dict()
+    with pytest.raises(BadState, match="is of one of two"):
+        again.load_state_dict(saved)
+    assert again.state_dict() == before
 
 
 @pytest.mark.parametrize("spoilt", [{"sizes": [None]}, {"shapes": [4]}, {"names": [3]}])

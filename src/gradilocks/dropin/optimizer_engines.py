@@ -32,11 +32,12 @@ from gradilocks.state.optimizer_match import (
     FIELDS,
     fits_signature,
     known_places,
+    may_be_as_well,
     places_of,
     signature_of,
     tell_of_a_stranger,
 )
-from gradilocks.step.engine import Engine
+from gradilocks.step.engine import Engine, Remembered
 from gradilocks.step.own_step import weakly
 from gradilocks.step.table import GradientTable, every_parameter
 
@@ -62,6 +63,22 @@ class _Place:
     """Returns the optimizer that `saved` is certainly of, if that is known and it lives."""
     signature: dict[str, Any] = field(default_factory=dict)
     """Of the optimizer that had it last."""
+    guessed: dict[str, Any] | None = None
+    """What of a checkpoint that optimizer was given because it fits, and not as its certain owner.
+    """
+    left: tuple[Any, list[Callable[[], Any]]] | None = None
+    """What the clip policy remembered of that one when it went, and of which parameters."""
+
+    def leave(self, kept: Remembered) -> None:
+        """Its optimizer is gone. The parameters are not kept alive."""
+        self.left = kept.memory, [weakref.ref(param) for param in kept.params]
+
+    def left_of(self, params: Sequence[Tensor]) -> Remembered | None:
+        """What is left of these very parameters, if that is all that is left here."""
+        memory, refs = self.left or (None, [])
+        whose = [ref() for ref in refs]
+        same = memory is not None and set(map(id, whose)) == set(map(id, params))
+        return Remembered(memory, whose) if same else None
 
     @property
     def groups(self) -> int:
@@ -153,7 +170,9 @@ class OptimizerEngines:
             known = None if engines is None else engines.known.get(number)
             if engines is not None and known is not None and known[0] is gone:
                 del engines.known[number]
-                engines._place_of.pop(number, None)
+                place = engines._place_of.pop(number, None)
+                if place is not None:
+                    place.leave(known[1].all_remembered())
 
         try:
             ref: Callable[[], Any] = weakref.ref(optimizer, forget)
@@ -175,7 +194,9 @@ class OptimizerEngines:
         """Gives an optimizer its place, and its engine what is known there."""
         signature = signature_of(optimizer, engine.names)
         place = self._place_for(optimizer, signature)
-        before, params = place.ref(), list(every_parameter([optimizer]))
+        params = list(every_parameter([optimizer]))
+        left = place.left_of(params)
+        place.guessed = None if place.owner() is optimizer else place.saved
         if place.saved is not None:
             known = known_places(signature, place.saved)
             if known is not None:
@@ -184,10 +205,10 @@ class OptimizerEngines:
                 engine.recall(place.saved["memory"], params)
             else:
                 tell_of_a_stranger(signature, self.clip.policy_name, "GradScaler")
-        elif before is not None:
-            memory = self.known[id(before)][1].memory_for(params)
-            engine.recall(save_memory(memory), params)
+        elif left is not None:
+            engine.remember(left)
         place.ref, place.saved, place.owner, place.signature = ref, None, _nobody, signature
+        place.left = None
         return place
 
     def _first_group(self, optimizer: Any) -> int:
@@ -199,8 +220,9 @@ class OptimizerEngines:
     def _place_for(self, optimizer: Any, mine: dict[str, Any]) -> _Place:
         """The place of an optimizer that is met for the first time.
 
-        The one that a checkpoint kept for it; or that of another one over the same parameters, or
-        of one that is gone, as where an optimizer is made anew; or a new one.
+        The one that a checkpoint kept for it; or that of one that is gone, over the same parameters
+        if there is such a one, as where an optimizer is made anew; or a new one. Two that live are
+        two, over the same parameters too: each has its own norms.
         """
         waiting = [place for place in self._places if place.saved is not None]
         for place in waiting:
@@ -210,18 +232,14 @@ class OptimizerEngines:
             found = self._told_apart(optimizer, mine, waiting)
             if found is not None:
                 return found
-        params = [id(param) for param in every_parameter([optimizer])]
-        gone: list[_Place] = []
-        for place in self._places:
-            other = place.ref()
-            if other is not None and params == [id(param) for param in every_parameter([other])]:
-                return place
-            if other is None and place.saved is None:
-                gone.append(place)
+        self._refuse_guesses(optimizer, mine)
+        params = list(every_parameter([optimizer]))
+        gone = [place for place in self._places if place.saved is None and place.ref() is None]
+        same = [place for place in gone if place.left_of(params) is not None]
         again = [place for place in gone if places_of(mine, [place.signature])]
         if not gone:
             self._places.append(_Place())
-        return (again or gone or self._places[-1:])[0]
+        return (same or again or gone or self._places[-1:])[0]
 
     def _told_apart(
         self, optimizer: Any, mine: dict[str, Any], waiting: Sequence[_Place]
@@ -240,6 +258,21 @@ class OptimizerEngines:
         if _must_tell(self.clip, [saved[place] for place in places]):
             raise _untold(self.clip, len(places), mine["names"])
         return waiting[places[0]]
+
+    def _refuse_guesses(self, optimizer: Any, mine: dict[str, Any]) -> None:
+        """Raises if another optimizer was given what may as well be of this one.
+
+        Over the same parameters it is of both.
+        """
+        params = set(map(id, every_parameter([optimizer])))
+        for place in self._places:
+            holder = place.ref()
+            if holder is None or place.guessed is None:
+                continue
+            fits = may_be_as_well(mine, place.guessed, place.signature)
+            matters = _must_tell(self.clip, [place.guessed, {"memory": None}])
+            if fits and matters and params != set(map(id, every_parameter([holder]))):
+                raise _untold(self.clip, 1, mine["names"])
 
     def _refuse_untold(self, optimizer: Any, names: Names) -> None:
         """Raises if the clip goes by names, or its memory does, and they cannot be told here."""
@@ -389,11 +422,17 @@ def _must_tell(clip: ClipPolicy, alike: Sequence[Mapping[str, Any]]) -> bool:
 def _untold(clip: ClipPolicy, count: int, names: Sequence[str]) -> BadState:
     """What to raise if it cannot be told which of several states is an optimizer's."""
     named = ", ".join(names[:2])
+    way_out = (
+        "Name the parameters, in the run that saves and in the one that loads: "
+        'GradScaler(..., model={"one": model, "other": other}). '
+    )
+    if not any(map(is_unnamed, names)):
+        way_out += "Of two over the same parameters, keep one, or give each a scaler of its own. "
+    whose = f"{count} optimizers" if count > 1 else "one of two optimizers"
     return BadState(
         f"what clip={clip.policy_name}(...) knows, from a state_dict or from the scaler that this "
-        f"one is a copy of, is of {count} optimizers whose parameters have the same names and "
+        f"one is a copy of, is of {whose} whose parameters have the same names and "
         f"shapes ({named}, ...). Which optimizer is which cannot be told, and the order of their "
-        "steps is no proof. Name the parameters, in the run that saves and in the one that loads: "
-        'GradScaler(..., model={"one": model, "other": other}). To go on from a state_dict without '
+        f"steps is no proof. {way_out}To go on from a state_dict without "
         f"what was learned: state_dict[{SCALERS!r}]['clip']['states'] = ()."
     )

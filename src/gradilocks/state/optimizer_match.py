@@ -18,6 +18,7 @@ __all__ = [
     "FIELDS",
     "fits_signature",
     "known_places",
+    "may_be_as_well",
     "places_of",
     "signature_of",
     "tell_of_a_stranger",
@@ -86,6 +87,23 @@ def known_places(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> Sequence[
         return by_name
     alike = saved["sizes"] == mine["sizes"] and _may_be(mine, saved)
     return range(len(mine["names"])) if alike else None
+
+
+def may_be_as_well(
+    mine: Mapping[str, Any], saved: Mapping[str, Any], holder: Mapping[str, Any]
+) -> bool:
+    """Whether `saved`, which another optimizer was given, may as well be of these parameters.
+
+    Then it was a guess that it is the other's, unless names have told.
+
+    Args:
+        mine: from `signature_of`.
+        saved: a signature of a checkpoint.
+        holder: of the optimizer that was given it.
+    """
+    if _by_name(holder, saved) is not None and _by_name(mine, saved) is None:
+        return False
+    return bool(places_of(mine, [saved]))
 
 
 def _by_name(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[int] | None:

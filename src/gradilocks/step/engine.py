@@ -964,6 +964,10 @@ class Engine:
         memory = self.memory_for(whose)
         return Remembered(None if memory is None else dict(memory), whose)
 
+    def all_remembered(self) -> Remembered:
+        """What the clip policy remembers, also where the optimizer is gone that it is about."""
+        return Remembered(None if self.memory is None else dict(self.memory), self._memory_of)
+
     def remember(self, kept: Remembered) -> None:
         """Goes on with what the clip policy remembers of other parameters than the present ones."""
         self.memory, self._memory_of = kept
