@@ -315,15 +315,14 @@ NUMBERS = {
         "int(pair[0].ndim)",
     },
     "record/batch.py": {
-        "bool(counts.any())",  # On the host, as all that a batch has read.
-        "bool(numbers['clipped'])",
-        "bool(numbers['rejected'])",
+        "bool(known('clipped'))",
+        "bool(known('rejected'))",
+        "float(numbers)",  # On the host, as all that a batch has read.
         "float(value)",
         "int(elements[place])",
         "int(inf)",
         "int(nan)",
-        "int(number)",
-        "int(self.scalars['losses'] or 0)",
+        "int(self.scalars.get('losses', 0))",
     },
     "record/own_numbers.py": {"float(value)"},  # Tensors only where they are on the CPU.
     "record/environment.py": {
