@@ -85,7 +85,8 @@ ranks: $(DEV) ## all layouts over 2, 4 and 8 processes beside one; some 6 minute
 # allocator would hide what is written past an object's end. Captured, a report would be lost.
 SANITIZED := tests/kernels/test_native_library.py tests/dropin/test_gradient_marks.py \
   tests/kernels/test_native_kernels.py tests/kernels/test_native_steps.py \
-  tests/engine/test_walks_agree.py tests/observe/test_parameter_marks.py
+  tests/engine/test_walks_agree.py tests/observe/test_parameter_marks.py \
+  tests/observe/test_gradient_meter.py
 SANITIZE := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -g1
 
 sanitize: $(DEV) ## the tests of the C++ under AddressSanitizer and UndefinedBehaviorSanitizer
