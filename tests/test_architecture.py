@@ -316,13 +316,13 @@ NUMBERS = {
         "int(pair[0].ndim)",
     },
     "record/batch.py": {
-        "bool(numbers['clipped'])",
-        "bool(numbers['rejected'])",
+        "bool(known('clipped'))",
+        "bool(known('rejected'))",
         "float(value)",
         "int(elements[place])",
         "int(inf)",
         "int(nan)",
-        "int(self.scalars['losses'] or 0)",
+        "int(self.scalars.get('losses', 0))",
     },
     "record/own_numbers.py": {"float(value)"},  # Tensors only where they are on the CPU.
     "record/environment.py": {

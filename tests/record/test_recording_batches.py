@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
 
-from gradilocks.record import Sample
+from gradilocks import ClipByNorm, GradientControl, Recorder, kernels, optim, read_run
+from gradilocks.kernels import native, reference
+from gradilocks.kernels.kernel_results import KernelStatistics
+from gradilocks.record import Sample, batch
 from gradilocks.record.batch import Batch, PendingNumbers, PendingStep
 from gradilocks.record.sample import LARGEST_WHOLE, Weights, update_ratios
+from gradilocks.values import ROW, StepRecord
+from tests.record.recorded import INF, NAN, recorded, small_model, train
+
+TRITON = "gradilocks.kernels.triton_backend"
 
 
 def moved_by_step(weights):
@@ -121,3 +130,67 @@ def test_nothing_moved_is_exactly_zero_and_a_start_from_zero_has_no_ratio():
     assert weight.tolist() == [0.0, 0.0]
     assert update[0] == 0.0
     assert math.isinf(update[1])
+
+
+def two_optimizers(record, **settings):
+    """A control of two, whose second optimizer has a parameter without a gradient."""
+    model = small_model()
+    unused = torch.nn.Parameter(torch.ones(3))
+    parts = [model[0].parameters(), [*model[2].parameters(), unused]]
+    made = [torch.optim.SGD(part, lr=0.01) for part in parts]
+    train(GradientControl(*made, model=model, record=record, **settings), model, **TRAINING)
+
+
+def one_optimizer(record, **settings):
+    recorded(record, **TRAINING, **settings)
+
+
+def own_optimizer(record, **settings):
+    recorded(record, optimizer=lambda p: optim.AdamW(p, lr=0.01), **TRAINING, **settings)
+
+
+TRAINING = {"steps": 11, "bad": {3: INF, 6: NAN, 11: INF}}
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip": ClipByNorm(0.1, order=INF)}, {"scale": None}])
+@pytest.mark.parametrize("trained", [one_optimizer, two_optimizers, own_optimizer])
+@pytest.mark.parametrize("by", ["by torch", "native", "interpreted"])
+def test_what_travels_from_a_device_is_what_is_read_on_the_host(
+    by, trained, settings, tmp_path, monkeypatch, caplog
+):
+    if by == "interpreted":
+        if torch.cuda.is_available():
+            pytest.skip("with a GPU the kernels are compiled, not read")
+        monkeypatch.setitem(kernels.BACKENDS, "cpu", pytest.importorskip(TRITON))
+    elif by == "by torch":
+        monkeypatch.setitem(kernels.BACKENDS, "cpu", reference)
+    elif native.library() is None:
+        pytest.skip("the native library is not there")
+    told = []
+    for name, is_here in (("host", batch.is_here), ("device", lambda tensor: False)):
+        monkeypatch.setattr(batch, "is_here", is_here)
+        caplog.clear()
+        with Recorder(tmp_path / name, flush_every=4, detail_every=5) as recorder:
+            trained(recorder, **settings)
+        steps = read_run(tmp_path / name).steps
+        told.append([step._replace(time=0.0, memory=None) for step in steps])
+        told.append(caplog.messages)
+    assert told[0] == told[2]
+    assert told[1] == told[3]
+    skipped = [step for step in told[0] if step.skipped]
+    assert {step.step for step in skipped} == {3, 6, 11}
+    assert all(step.culprits for step in skipped)
+    assert told[0][0].detail is not None
+    assert any("skipped" in message for message in told[1])
+
+
+def test_a_step_that_is_held_lets_go_of_its_gradients_statistics_with_its_batch():
+    found = torch.zeros(5, 3, dtype=torch.float64)
+    gone = weakref.ref(found)
+    row = torch.zeros(len(ROW), dtype=torch.float64)
+    record = StepRecord(row, row[0], lambda kept=found: KernelStatistics.of(kept))
+    step = PendingStep(Sample(record=record), index=0, step=1, time=0.0, detail=False)
+    del record, found
+    Batch([step])
+    gc.collect()
+    assert gone() is None

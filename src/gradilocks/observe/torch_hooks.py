@@ -47,8 +47,8 @@ class TorchHooks:
     def install(self) -> None:
         """Takes their places."""
         self._handles = [
-            register_optimizer_step_pre_hook(_unless_compiling(self._before_step)),
-            register_optimizer_step_post_hook(_unless_compiling(self._after_step)),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
         ]
         functions = (
             (torch.autograd.backward, self._backward),
@@ -102,6 +102,8 @@ class TorchHooks:
     # --- optimizers ----------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return None
         frame = _step_frame()
         around = EVENTS.step_around(optimizer)
         if around is not None:
@@ -132,6 +134,8 @@ class TorchHooks:
         return (args[0], told, *args[2:]), kwargs
 
     def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
         step = self._own.get(id(optimizer))
         if step is None or step.frame is not _step_frame():  # Of a step around it, or another's.
             return
@@ -274,13 +278,6 @@ def _wrapped(original: Any, around: Callable[..., Any]) -> Any:
         return around(original, *args, **kwargs)
 
     return call
-
-
-def _unless_compiling(hook: Callable[..., Any]) -> Callable[..., Any]:
-    def act(*args: Any) -> Any:
-        return None if torch.compiler.is_compiling() else hook(*args)
-
-    return act
 
 
 def _telling(closure: Callable[..., Any], step: Step) -> Callable[..., Any]:
