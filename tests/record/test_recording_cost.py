@@ -60,7 +60,8 @@ class Counter(TorchDispatchMode):
         # What this mode adds to an operation, and what it runs in C, are not ours.
         code = frame.f_code
         if event in ("call", "c_call") and "gradilocks" in code.co_filename:
-            self.calls.append(f"{code.co_filename.rpartition('/')[2]} {code.co_qualname}")
+            name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no such.
+            self.calls.append(f"{code.co_filename.rpartition('/')[2]} {name}")
 
 
 def counts(counter):
