@@ -81,6 +81,8 @@ def train(params, optimizer, step, *, clip=False):
     """Gradients are new at every step, and finite."""
     for _ in range(WARM_UP + STEPS):
         yield
+        # Held, so that the next ones lie elsewhere: addresses that are as they were are not sent.
+        kept = [param.grad for param in params]  # noqa: F841
         optimizer.zero_grad()
         torch.stack([param.square().sum() for param in params]).sum().backward()
         if clip:
