@@ -60,7 +60,8 @@ class Counter(TorchDispatchMode):
         # What this mode adds to an operation, and what it runs in C, are not ours.
         code = frame.f_code
         if event in ("call", "c_call") and "gradilocks" in code.co_filename:
-            self.calls.append(f"{code.co_filename.rpartition('/')[2]} {code.co_qualname}")
+            name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no such.
+            self.calls.append(f"{code.co_filename.rpartition('/')[2]} {name}")
 
 
 def counts(counter):
@@ -80,6 +81,8 @@ def train(params, optimizer, step, *, clip=False):
     """Gradients are new at every step, and finite."""
     for _ in range(WARM_UP + STEPS):
         yield
+        # Held, so that the next ones lie elsewhere: addresses that are as they were are not sent.
+        kept = [param.grad for param in params]  # noqa: F841
         optimizer.zero_grad()
         torch.stack([param.square().sum() for param in params]).sum().backward()
         if clip:
