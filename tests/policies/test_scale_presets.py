@@ -321,9 +321,28 @@ def test_a_run_of_zero_goes_on_here_from_the_scaler_itself(as_saved, at):
 def test_a_scale_of_zeros_that_never_moves_is_said_to_be_one():
     static = type("LossScaler", (), {})()
     static.cur_scale, static.dynamic = 128.0, False
-    control = control_with(DynamicScale.deepspeed())
-    with pytest.raises(BadState, match=r"never moves, 128\.0.*scale=128\.0"):
-        control.load_state_dict({"loss_scaler": static})
+    for made in (control_with(DynamicScale.deepspeed()), GradScaler("cpu")):
+        with pytest.raises(BadState, match=r"never moves, 128\.0.*") as caught:
+            made.load_state_dict({"loss_scaler": static})
+        assert "GradientControl(scale=128.0)" in str(caught.value)
+        assert "GradScaler(policy=StaticScale(128.0))" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "policy", [None, DynamicScale.deepspeed()], ids=["torch's", "DynamicScale"]
+)
+def test_what_torchs_rule_cannot_keep_of_another_is_said(policy, caplog):
+    saved = {"cur_scale": 1024.0, "cur_iter": 3, "last_overflow_iter": 1, "scale_window": 77}
+    saved |= {"delayed_shift": 2, "consecutive_hysteresis": True, "min_scale": 1}
+    GradScaler("cpu", policy=policy).load_state_dict(saved)
+    (told,) = [each.getMessage() for each in caplog.records]
+    lost = "has hysteresis=2, consecutive_hysteresis=True, min_scale=1.0 too"
+    assert (lost in told) is (policy is None)
+    assert "growth_interval" in told
+    caplog.clear()
+    plain = GradScaler("cpu", policy=policy)
+    plain.load_state_dict(saved, policies="scaler")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("kind", ["control", "scaler"])

@@ -518,11 +518,12 @@ class GradScaler(torch.amp.GradScaler):
             clip = self._engines.clip, list[dict[str, Any]]()
             if ours["clip"] is not None:
                 clip = self._engines.checked_clip(ours["clip"], self._model)
-        policy, fresh = None, None
+        policy, fresh, lost = None, None, dict[str, Any]()
         if self._enabled and len(state_dict):
             foreign = None if KEY in state_dict else recognize(state_dict, self._growth_rule())
             if foreign is not None:
                 state_dict = self._as_torchs(foreign)
+                lost = self._without_place(foreign)
             if self._policy is not None and has_torchs_numbers(state_dict):
                 policy = policy_from(state_dict, self._policy, ours["scale"], foreign)
             delay = 0 if policy is None else policy.delay
@@ -541,7 +542,7 @@ class GradScaler(torch.amp.GradScaler):
         if clip is not None:
             self._engines.go_on_with(*clip)
         if policies == "checkpoint" and (not has_other_ranks() or my_rank() == 0):
-            tell_replaced(had, self._settings(), "GradScaler", "scaler")
+            tell_replaced(had, self._settings(), "GradScaler", "scaler", lost)
 
     def _settings(self) -> tuple[Any, Any]:
         """The rule of the scale and the clip policy, to be compared."""
@@ -1282,6 +1283,17 @@ class GradScaler(torch.amp.GradScaler):
         if self._policy is not None:
             return self._policy.as_given
         return SimpleNamespace(growth_interval=self._growth_interval, delay=0)
+
+    def _without_place(self, foreign: OtherScaler) -> dict[str, Any]:
+        """Settings of another system's rule that matter and that torch's rule does not have."""
+        if self._policy is not None:
+            return {}
+        plain = {"hysteresis": 1, "consecutive_hysteresis": False, "min_scale": self._min_scale}
+        return {
+            name: foreign.settings[name]
+            for name, without in plain.items()
+            if foreign.settings.get(name, without) != without
+        }
 
     def _as_torchs(self, foreign: OtherScaler) -> dict[str, Any]:
         """What torch's scaler would have saved in the place of another system's."""

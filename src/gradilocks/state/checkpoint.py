@@ -366,7 +366,13 @@ def _kind_of(described: Any) -> Any:
     return name
 
 
-def tell_replaced(before: Sequence[Any], after: Sequence[Any], owner: str, word: str) -> None:
+def tell_replaced(
+    before: Sequence[Any],
+    after: Sequence[Any],
+    owner: str,
+    word: str,
+    lost: Mapping[str, Any] | None = None,
+) -> None:
     """Says, in the log, which settings of the policies a checkpoint has replaced.
 
     Args:
@@ -374,17 +380,24 @@ def tell_replaced(before: Sequence[Any], after: Sequence[Any], owner: str, word:
         after: those that it has now, of the same classes.
         owner: the class of what has loaded the checkpoint.
         word: what it calls itself where one says whose settings count.
+        lost: settings of the checkpoint that it has no place for without a DynamicScale.
     """
     pairs = zip(before, after, strict=True)
     settings = [text for one, other in pairs for text in _replaced(one, other)]
+    told: list[str] = []
     if settings:
-        _logger.warning(
-            "load_state_dict() has replaced settings of this %s by those of the checkpoint: %s. "
-            'policies="%s" keeps its own.',
-            owner,
-            ", ".join(settings),
-            word,
-        )
+        told += [
+            f"load_state_dict() has replaced settings of this {owner} by those of the checkpoint: "
+            f'{", ".join(settings)}. policies="{word}" keeps its own.'
+        ]
+    if lost:
+        values = ", ".join(f"{name}={value!r}" for name, value in lost.items())
+        told += [
+            f"The rule of the checkpoint has {values} too, which this {owner} does not keep; "
+            f"one with policy=DynamicScale() does."
+        ]
+    if told:
+        _logger.warning("%s", " ".join(told))
 
 
 def _replaced(before: Any, after: Any) -> list[str]:

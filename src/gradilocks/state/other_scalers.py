@@ -90,7 +90,8 @@ def _zeros(scaler: Any) -> Mapping[str, Any] | None:
     if "cur_scale" in known:
         raise BadState(
             f"the state_dict of DeepSpeed has a scale that never moves, {known['cur_scale']!r}. "
-            f"Say so without the state_dict: scale={known['cur_scale']!r}."
+            f"Say so without the state_dict: GradientControl(scale={known['cur_scale']!r}), "
+            f"GradScaler(policy=StaticScale({known['cur_scale']!r}))."
         )
     return None
 
