@@ -5,6 +5,7 @@ The bits are those of their own step on the DTensors; whoever would see the diff
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -278,3 +279,12 @@ def test_lists_that_do_not_belong_together_stay_as_they_are(mesh, walk):
     summand = placed(mesh, torch.ones(2), [Partial(), Replicate()])
     found = localize([[summand]])
     assert found is None or update._is_elsewhere(*found[1][0])
+
+
+def test_what_torch_compile_wraps_is_looked_through(mesh, localized, monkeypatch):
+    wrapped = torch.compiler.disable(inspect.unwrap(torch.optim.AdamW._init_group))
+    monkeypatch.setattr(torch.optim.AdamW, "_init_group", wrapped)
+    make = OPTIMIZERS["AdamW"]
+    same_bits(WAYS["control"](mesh, make), by_torch(mesh, make))
+    assert all(localized)
+    assert localized

@@ -103,7 +103,7 @@ def may_be_as_well(
     """
     if _by_name(holder, saved) is not None and _by_name(mine, saved) is None:
         return False
-    return bool(places_of(mine, [saved]))
+    return len(places_of(mine, [saved])) > 0
 
 
 def _by_name(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[int] | None:

@@ -326,7 +326,7 @@ def _first_buffer(param: Tensor, group: dict[str, Any], multiplier: Tensor) -> T
 # torch's fused Adam and AdamW: what they compute of an element needs no other.
 _ADAMS: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW)
 _ELEMENTWISE = {undecorated(each.step).__code__ for each in _ADAMS}
-_BEGINNINGS = {getattr(each, BEGINS_GROUP, None) for each in _ADAMS}
+_BEGINNINGS = {undecorated(getattr(each, BEGINS_GROUP)) for each in _ADAMS}
 
 
 def _may_go_by_local_tensors(optimizer: Any) -> bool:
@@ -341,7 +341,8 @@ def _may_go_by_local_tensors(optimizer: Any) -> bool:
     return (
         step is not None
         and step.code in _ELEMENTWISE
-        and getattr(type(optimizer), BEGINS_GROUP, None) in _BEGINNINGS
+        # torch.compile wraps it, for all optimizers, once it has compiled anything.
+        and undecorated(getattr(type(optimizer), BEGINS_GROUP)) in _BEGINNINGS
         and BEGINS_GROUP not in vars(optimizer)
         and not (dispatch_modes() or function_modes())
         and not is_distributed(optimizer.grad_scale)
