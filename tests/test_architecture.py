@@ -261,7 +261,6 @@ NUMBERS = {
     "_torch.py": {
         "bool(getattr(getattr(model, '_join_config', None), 'enable', False))",
         "bool(getattr(param, '_fsdp_flattened', False))",
-        "bool(before or after or _every_pre_hook or _every_post_hook)",
         "bool(own or _every_pre_hook)",
     },
     "clip/chained.py": {

@@ -27,7 +27,11 @@ from gradilocks import _torch
 from gradilocks.errors import GradilocksError
 
 SOURCE = Path(_torch.__file__).parent
-NEEDS_CUDA = {"torch._C._cuda_getDevice", "torch._C._cuda_getCurrentRawStream"}
+NEEDS_CUDA = {
+    "torch._C._cuda_getDevice",
+    "torch._C._cuda_getCurrentRawStream",
+    "torch._C._cuda_isCurrentStreamCapturing",
+}
 
 
 def without(path: str, monkeypatch):
@@ -297,6 +301,15 @@ def device_index(torch_, lost):
         assert torch_.current_device() == lost.current_device()
 
 
+def capture(torch_, lost):
+    assert lost.is_capturing is torch.cuda.is_current_stream_capturing
+    if torch.cuda.is_available():
+        assert not torch_.is_capturing()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            assert torch_.is_capturing()
+            assert lost.is_capturing()
+
+
 def raw_stream(torch_, lost):
     if torch.cuda.is_available():
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -380,6 +393,7 @@ FOUND = {
     "torch.amp.grad_scaler._refresh_per_optimizer_state": fresh_state,
     "torch._C._cuda_getDevice": device_index,
     "torch._C._cuda_getCurrentRawStream": raw_stream,
+    "torch._C._cuda_isCurrentStreamCapturing": capture,
 }
 
 

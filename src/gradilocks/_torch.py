@@ -577,8 +577,7 @@ def has_step_pre_hooks(optimizer: Any) -> bool:
 
 def has_step_hooks(optimizer: Any) -> bool:
     """Whether somebody is called before or after each step; True where nobody can say."""
-    before, after, every_pre, every_post = step_hooks(optimizer)
-    return bool(before or after or every_pre or every_post)
+    return any(step_hooks(optimizer))
 
 
 def step_hooks(optimizer: Any) -> tuple[Mapping[Any, Any], ...]:
@@ -805,7 +804,11 @@ def groups_joined() -> int:
     return len(getattr(world, "pg_names", ()))
 
 
-default_group: Callable[[Any], Any] = operator.attrgetter("_world._default_pg")
+DEFAULT_GROUP = ("_world", "_default_pg")
+"""Where the module torch.distributed.distributed_c10d has the default process group: in an attribute
+of the first name, in an attribute of the second. Without them no step is taken again as the last
+one was: whether ranks have come cannot be seen."""
+default_group: Callable[[Any], Any] = operator.attrgetter(".".join(DEFAULT_GROUP))
 """Of the module torch.distributed.distributed_c10d, the default process group, or None. Without the
 name `is_initialized` is asked, which is four calls, and a step asks at every turn."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradilocks.kernels import native, pieces
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
-from gradilocks.kernels.guards import Guard, attribute, empty
+from gradilocks.kernels.guards import Guard, attribute
 from gradilocks.kernels.host_numbers import STAGED, send, send_into, stream_of
 
 __all__ = [
@@ -270,7 +270,7 @@ class Addresses:
 
     def guards(self) -> list[Guard]:
         """What must be as it is now for launches that are bound to its tables to serve again."""
-        return [*attribute(self, "_own", "_located"), *empty(self._in_captures)]
+        return attribute(self, "_own", "_located")
 
     def own_table(self) -> tuple[Tensor | None, int | None]:
         """Where the kernels read the addresses and the stream on which they may be written there.

@@ -11,7 +11,7 @@ launches. What is measured comes from `triton_measure`; nothing is read back by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -223,8 +223,14 @@ class BoundSettling:
             loss: 0-d, of the dtype that it was bound with.
             settings: of the optimizer's groups.
         """
-        found, found_at = self._found.take(stream, False)
-        row, row_at = self._rows.take(stream, False)
+        slab, rows = self._found, self._rows
+        # As `take` does it, without the calls as long as there is room.
+        found, found_at = slab.numbers, next(slab.free, None)
+        row, row_at = rows.numbers, next(rows.free, None)
+        if found_at is None or stream != slab.stream:
+            found, found_at = slab.take(stream)
+        if row_at is None or stream != rows.stream:
+            row, row_at = rows.take(stream)
         loss = row if loss is None else loss
         self._settling(stream, found, loss, row, row, settings, found_at, row_at)
         return _record_at(row, row_at, found, found_at, self._count, self._skip)
@@ -262,20 +268,23 @@ class Slab:
 
     def __init__(self, width: int, device: torch.device) -> None:
         self._width, self._device = width, device
-        self._slots = max(1, min(64, _SLAB // width))
-        self._next, self._stream = self._slots, cast("int | None", None)
+        self._size = max(1, min(64, _SLAB // width)) * width
+        self.stream: int | None = None
+        """The stream whose steps leave something there."""
+        self.free: Iterator[int] = iter(())
+        """Where in `numbers` the numbers of the next steps begin, as long as there is room."""
+        self.numbers = torch.empty(0, dtype=torch.float64, device=device)
 
-    def take(self, stream: int | None, captured: bool) -> tuple[Tensor, int]:
+    def take(self, stream: int | None, captured: bool = False) -> tuple[Tensor, int]:
         """float64, 1-d, and where in it the numbers of the next step begin."""
         if captured:  # A graph writes to the same place at each replay.
             return torch.empty(self._width, dtype=torch.float64, device=self._device), 0
-        if self._next == self._slots or stream != self._stream:
-            size = self._slots * self._width
-            self._numbers = torch.empty(size, dtype=torch.float64, device=self._device)
-            self._next, self._stream = 0, stream
-        at = self._next * self._width
-        self._next += 1
-        return self._numbers, at
+        at = next(self.free, None)
+        if at is None or stream != self.stream:
+            self.numbers = torch.empty(self._size, dtype=torch.float64, device=self._device)
+            self.stream, self.free = stream, iter(range(0, self._size, self._width))
+            at = next(self.free)
+        return self.numbers, at
 
 
 class _Spare:

@@ -153,6 +153,7 @@ class Plan:
         self._homes = [tensor.data_ptr() for tensor in self._watched]
         self._storages = [tensor.untyped_storage() for tensor in self._watched]
         self._turn = 0
+        self._watch: Any = None  # Looks at it for a step that may be taken again.
         optimizer.changes.tell(self.drop)
 
     def _kind(self, place: int, master: bool, flags: Any) -> tuple[Any, ...]:
@@ -199,6 +200,11 @@ class Plan:
             return None
         return self._kernels.bound_step(self.chunking, self._kept)
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether some parameters have float32 masters, which follow what is written to them."""
+        return len(self._masters) > 0
+
     def guards(self) -> list[Guard]:
         """What must be as it is now for the plan to fit, besides what `watched_by` looks at."""
         return attribute(self, "_dropped")
@@ -220,7 +226,7 @@ class Plan:
         on_cpu = self.device.type == "cpu"
         at_a_time = len(self._watched) if on_cpu else WATCHED
         number = -1 if on_cpu else self.device.index
-        watch = library.step_watch(walker, self._watched, at_a_time, table, number)
+        watch = self._watch = library.step_watch(walker, self._watched, at_a_time, table, number)
         # What masters follow is looked at in Python, at every step.
         known = self._has_same_entries(optimizer) and not self._masters
         watch.know(optimizer.param_groups if known else None)
@@ -250,6 +256,8 @@ class Plan:
         self._kept.clear()
         self.states, self._columns, self._held = [], [], []
         self._watched, self._storages = [], []
+        if self._watch is not None:
+            self._watch.forget()
 
     def note_masters(self, marks: Marks) -> None:
         """Notes how the parameters with masters were left, for the plan that follows."""
@@ -317,11 +325,6 @@ class Plan:
         note_written(params)
         if self._masters:
             self._versions = [version(params[place]) for place in self._masters]
-
-    def note_taken(self, optimizer: Any) -> None:
-        """The step has been taken again, by what `bound_step` returned."""
-        self.note_written()
-        note_stepped(optimizer)
 
     def _step_copies(self, optimizer: Any, skip: Tensor | None, divisor: Tensor | None) -> None:
         """Goes through dense copies of those few that do not lie as their gradient does."""
@@ -665,16 +668,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         `found_inf`, and that `plan` is still the plan: what `gradients`, `is_direct` and `ready`
         ask one by one.
         """
-        kind = type(self)
-        own = ("step", "grad_scale", "found_inf", AMP_FLAG, "state", "changes", "_plan", "_table")
+        own = ("step", "grad_scale", "found_inf", AMP_FLAG, "state", "_plan", *STEP_HOOKS)
         return [
             *attribute(self, "__class__"),
-            *attribute(kind, "step"),
-            *item(self.__dict__, *own, "_looked_at"),
-            *attribute(self.state, "changes"),
-            *attribute(self._table, "_found"),
-            *attribute(self, *STEP_HOOKS),
+            *attribute(type(self), "step"),
+            *item(self.__dict__, *own),
             *empty(*step_hooks(self)),
+            *self._table.guards(),
             *plan.guards(),
         ]
 

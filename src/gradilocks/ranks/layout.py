@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradilocks._torch import (
+    DEFAULT_GROUP,
     DTENSOR_PARTS,
     default_group,
     device_kinds,
@@ -96,8 +97,9 @@ def rank_guards() -> list[Guard]:
     dist: Any = sys.modules.get(_DISTRIBUTED)
     if dist is None:
         return known
+    world, group = DEFAULT_GROUP
     try:
-        return [*known, *attribute(dist, "_world"), *attribute(dist._world, "_default_pg")]
+        return [*known, *attribute(dist, world), *attribute(getattr(dist, world), group)]
     except AttributeError:  # As `default_group` may be missing: nobody can say.
         return empty(("unknown",))
 

@@ -63,7 +63,11 @@ class CallOrder:
         self.unscaled = False
         """Whether `unscale_` has made the gradients true already."""
         self.number = next(_numbers)
-        """What marks gradients as its own; parts of a control have that of the whole."""
+        """Whose gradients these are; parts of a control have that of the whole."""
+        # A few gradients that its last step has used up.
+        self._marks: Any = _fresh_marks(None)
+        # It, and those that know parameters of its control: the whole, and parts of it.
+        self._kin: list[weakref.ref[CallOrder]] = [weakref.ref(self)]
         # Some gradients and how often they were written to by then: those of the last step that
         # were still there at a loss; as they were made true; and such ones at a loss since.
         self._leftovers: list[tuple[Tensor, int]] = []
@@ -71,9 +75,14 @@ class CallOrder:
         self._made_true: list[tuple[Tensor, int]] = []
         self._true_at_loss: list[tuple[Tensor, int]] | None = None
 
-    def __setstate__(self, state: dict[str, object]) -> None:
+    def __getstate__(self) -> dict[str, object]:
+        # A copy knows other gradients.
         left: dict[str, object] = {"_leftovers": [], "_made_true": [], "_true_at_loss": None}
-        self.__dict__.update(state, number=next(_numbers), **left)
+        return {**self.__dict__, **left, "_marks": None, "_kin": []}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state, number=next(_numbers), _marks=_fresh_marks(None))
+        self._kin = [weakref.ref(self)]
         with _lock:
             _alive[id(self)] = self
         watch_clips(_clip_noticed)
@@ -93,6 +102,8 @@ class CallOrder:
         self.scaled, self.handed_out = whole.scaled, whole.handed_out
         self.unscaled, self.number = whole.unscaled, whole.number
         self._warned, self.is_part = whole._warned, True
+        whole._kin[:] = [*(each for each in whole._kin if each() is not None), weakref.ref(self)]
+        self._kin = whole._kin
 
     def guards(self) -> list[Guard]:
         """What must be as it is now for the gradients to be of the same kind at the next step."""
@@ -109,19 +120,17 @@ class CallOrder:
                 "backward() after unscale_() would add scaled gradients to unscaled ones. Call "
                 "control.step() first, or clear the gradients with control.zero_grad()."
             )
-        if len(params) == self._stepped:  # All had a gradient: these of them were marked.
-            there = [grad for param in _sample(params) if (grad := param.grad) is not None]
-        else:
-            there = self._some(params)
-        for grad in there:
-            mark = getattr(grad, _STEPPED, None)  # Of a new one nothing else is asked.
-            if mark is None or mark != (self.number, version(grad)) or _cleared_unseen(grad):
-                continue
-            raise ScaleMisuse(
-                "the gradients of the last step are still there, and backward() would add "
-                "scaled gradients to them. Clear them with control.zero_grad() after every "
-                "control.step()."
-            )
+        # If all had a gradient, these of them were marked.
+        some = _sample(params) if len(params) == self._stepped else self._some_of(params)
+        if len(self._kin) == 1 and self._marks.first_marked(some, True) < 0:
+            return  # As it is nearly always.
+        if all(_cleared_unseen(grad) for grad in self._stepped_on(some)):
+            return
+        raise ScaleMisuse(
+            "the gradients of the last step are still there, and backward() would add "
+            "scaled gradients to them. Clear them with control.zero_grad() after every "
+            "control.step()."
+        )
 
     def check_leftovers(self, params: Sequence[Tensor]) -> None:
         """Before a step: raises if scaled gradients were added to some of the last step."""
@@ -136,24 +145,36 @@ class CallOrder:
 
     def is_stepped(self, params: Sequence[Tensor]) -> bool:
         """Whether there are no gradients but those of the last step."""
-        return all(map(self._has_stepped_on, self._some(params)))
+        some = self._some_of(params)
+        return len(self._stepped_on(some)) == len(some)
 
     def waits(self, params: Sequence[Tensor]) -> bool:
         """Whether there are gradients that carry the scale and have not been stepped on."""
         return self.scaled and not self.unscaled and not self.is_stepped(params)
 
     @staticmethod
-    def _some(params: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of some parameters, the first and the last that have one among them."""
-        first = next((p.grad for p in params if p.grad is not None), None)
+    def _some_of(params: Sequence[Tensor]) -> list[Tensor]:
+        """Some parameters that have a gradient, the first and the last of them included."""
+        first = next((param for param in params if param.grad is not None), None)
         if first is None:
             return []
-        last = next(p.grad for p in reversed(params) if p.grad is not None)
-        between = [p.grad for p in params[:: max(1, len(params) // _MARKED)] if p.grad is not None]
-        return [first, last, *between]
+        last = next(param for param in reversed(params) if param.grad is not None)
+        between = params[:: max(1, len(params) // _MARKED)]
+        return [first, last, *(param for param in between if param.grad is not None)]
 
-    def _has_stepped_on(self, grad: Tensor) -> bool:
-        return getattr(grad, _STEPPED, None) == (self.number, version(grad))
+    def _some(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of some parameters, the first and the last that have one among them."""
+        return [grad for param in self._some_of(params) if (grad := param.grad) is not None]
+
+    def _stepped_on(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Those gradients of the parameters that a step has used up, as that has left them."""
+        marks = [order._marks for each in self._kin if (order := each()) is not None]
+        return [
+            grad
+            for param in params
+            if (grad := param.grad) is not None
+            and any(each.first_marked((param,), True) == 0 for each in marks)
+        ]
 
     def check_scaled(self, caller: str) -> None:
         """Before gradients are divided by the scale."""
@@ -191,7 +212,7 @@ class CallOrder:
         self.look_again(params)
         if self.unscaled:
             self._true_at_loss = [(grad, version(grad)) for grad in self._some(params)]
-        there = [grad for grad in self._some(params) if self._has_stepped_on(grad)]
+        there = self._stepped_on(self._some_of(params))
         self._leftovers = [(grad, version(grad)) for grad in there if not _cleared_unseen(grad)]
 
     def look_again(self, params: Sequence[Tensor]) -> None:
@@ -225,10 +246,10 @@ class CallOrder:
         self.scaled = self.handed_out = self.unscaled = self.by_scaler = False
         listed = params if isinstance(params, list) else list(params)
         self._stepped = len(listed)
-        for param in _sample(listed):
-            grad = param.grad
-            if grad is not None:
-                setattr(grad, _STEPPED, (self.number, version(grad)))
+        if type(self._marks) is _AttributeMarks:
+            self._marks = _fresh_marks(self._marks)
+        self._marks.clear()
+        self._marks.mark(_sample(listed))
 
     def note_cleared(self) -> None:
         """The gradients are gone. A loss that was handed out may still bring new ones."""
@@ -302,11 +323,11 @@ _alive: weakref.WeakValueDictionary[int, CallOrder] = weakref.WeakValueDictionar
 _numbers = itertools.count(int.from_bytes(os.urandom(6), "big"))
 _MARKED = 8
 """About how many gradients are marked after a step."""
-_STEPPED = "_gradilocks_stepped"
-"""Marks, on the gradient itself, which CallOrder has stepped on it, and at which version. A weak
-reference would do the same, but `torch.utils.swap_tensors` refuses tensors that have one."""
-_UNSCALED = "_gradilocks_unscaled"
-"""Likewise, whose _AttributeMarks have seen it unscaled."""
+_MOST_MARKS = 8
+"""How many may have marked one gradient; who has done so first is forgotten first."""
+_MARKS = "_gradilocks_marks"
+"""On the gradient itself: whose _AttributeMarks have it, and at which version. A weak reference
+would do the same, but `torch.utils.swap_tensors` refuses tensors that have one."""
 _lock = threading.Lock()
 
 
@@ -423,9 +444,7 @@ class UnscaledGuard:
         self._losses = 0
         self.clip = None
         self.has_marked = False
-        library = native.library()
-        if self._marks is None or (library is not None and type(self._marks) is _AttributeMarks):
-            self._marks = _AttributeMarks() if library is None else library.GradientMarks()
+        self._marks = _fresh_marks(self._marks)
         self._marks.clear()
 
     def will_clip(self, clip: Any, warned: set[str]) -> None:
@@ -491,8 +510,22 @@ class UnscaledGuard:
         return partial(marks.renew, marks.unwritten(params))
 
 
+def _fresh_marks(before: Any) -> Any:
+    """Marks without any mark, or `before` if they are such already: in C++ where that is built."""
+    library = native.library()
+    if before is None or (library is not None and type(before) is _AttributeMarks):
+        return _AttributeMarks() if library is None else library.GradientMarks()
+    return before
+
+
 class _AttributeMarks:
-    """As GradientMarks in C++, where that is not built: a mark is an attribute of a gradient."""
+    """As GradientMarks in C++, where that is not built: a mark is an attribute of a gradient.
+
+    Several may have marked it: its scaler, and the control that steps on it.
+    """
+
+    def __init__(self) -> None:
+        self._number = next(_numbers)
 
     def clear(self) -> None:
         self._number = next(_numbers)
@@ -501,32 +534,34 @@ class _AttributeMarks:
         for param in params:
             grad = param.grad
             if grad is not None:
-                setattr(grad, _UNSCALED, (self._number, version(grad)))
+                marks: dict[int, int] = getattr(grad, _MARKS, {})
+                latest = sorted(marks.items())[1 - _MOST_MARKS :]
+                setattr(grad, _MARKS, {**dict(latest), self._number: version(grad)})
 
     def first_marked(self, params: Sequence[Tensor], unwritten_only: bool) -> int:
         for place, param in enumerate(params):
             grad = param.grad
-            number, writes = getattr(grad, _UNSCALED, (None, 0))
-            if grad is None or number != self._number:
+            writes = getattr(grad, _MARKS, {}).get(self._number)
+            if grad is None or writes is None:
                 continue
             if not unwritten_only or version(grad) == writes:
                 return place
         return -1
 
     def knows_one_of(self, gradients: Sequence[Tensor]) -> bool:
-        return any(getattr(grad, _UNSCALED, (None, 0))[0] == self._number for grad in gradients)
+        return any(self._number in getattr(grad, _MARKS, {}) for grad in gradients)
 
     def unwritten(self, params: Sequence[Tensor]) -> list[Tensor]:
-        gradients = [grad for param in params if (grad := param.grad) is not None]
+        number, grads = self._number, [param.grad for param in params]
         return [
             grad
-            for grad in gradients
-            if getattr(grad, _UNSCALED, None) == (self._number, version(grad))
+            for grad in grads
+            if grad is not None and getattr(grad, _MARKS, {}).get(number) == version(grad)
         ]
 
     def renew(self, gradients: Sequence[Tensor]) -> None:
         for grad in gradients:
-            setattr(grad, _UNSCALED, (self._number, version(grad)))
+            setattr(grad, _MARKS, {**getattr(grad, _MARKS), self._number: version(grad)})
 
 
 def own_write_begins(params: Sequence[Tensor]) -> list[Callable[[], None]]:

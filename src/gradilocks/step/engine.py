@@ -180,6 +180,8 @@ class BoundStep(NamedTuple):
     optimizer: Any
     plan: Any
     """The optimizer's, of that step."""
+    has_masters: bool
+    """Whether parameters have float32 masters, so that what is written to them is followed."""
     at: Any
     """The addresses of the gradients."""
     device: torch.device
@@ -815,10 +817,10 @@ class Engine:
             return None
         depends_on = [
             *guards,
-            *attribute(self, "_rules", "state", "steps", "_settler", "streak", "table"),
+            # What else a settled step reads and moves on is replaced with these, or not at all.
+            *attribute(self, "_rules", "state"),
             *attribute(self.streak, "count"),
             *item(kernels.BACKENDS, device.type),
-            *self.table.guards(),
             *at.guards(),
             *optimizer.guards(plan),
         ]
@@ -827,6 +829,7 @@ class Engine:
             watch=watch,
             optimizer=optimizer,
             plan=plan,
+            has_masters=plan.has_masters,
             at=at,
             device=device,
             stream=stream,
@@ -885,7 +888,10 @@ class Engine:
             self.undo(verdict)
             raise
         del held
-        plan.note_taken(bound.optimizer)
+        if bound.has_masters:
+            plan.note_written()
+        else:
+            bound.watch.took()
         return verdict
 
     def undo(self, verdict: Verdict) -> None:

@@ -46,10 +46,19 @@ class ScalerOutcome:
         counted: Callable[[], tuple[Tensor, Tensor]],
         names: Callable[[], Sequence[tuple[int, str]]],
     ) -> None:
-        self._skip, self._scale, self._counted = skip, scale, counted
+        self._skip, self._scale, self._counted_by = skip, scale, counted
         self._names = names
-        self._counts: dict[str, NonFiniteCount] | None = None
-        self._all_bad, self._where = False, ""
+
+    # What hardly any step needs is said once for all of them: an outcome is made at every step.
+    _counted_by: Callable[[], tuple[Tensor, Tensor]] | None = None
+    _counts: dict[str, NonFiniteCount] | None = None
+    _all_bad = False  # Whether all gradients are.
+    _where = ""  # On which ranks losses were.
+
+    def _counted(self) -> tuple[Tensor, Tensor]:
+        """How many NaN and how many Inf each gradient has."""
+        assert self._counted_by is not None
+        return self._counted_by()
 
     @classmethod
     def of_nothing(cls, *, skip: Tensor | None = None) -> ScalerOutcome:
@@ -177,16 +186,24 @@ class Outcome(ScalerOutcome):
         live: bool = False,
         on_ranks: Callable[[], tuple[dict[str, NonFiniteCount], str]] | None = None,
     ) -> None:
-        self._record, self._names, self._step, self._live = record, names, step, live
-        self._on_ranks = on_ranks
-        self._counted = lambda: (record.statistics.nan, record.statistics.inf)
-        self._read: dict[str, float] | None = None
-        self._counts: dict[str, NonFiniteCount] | None = None
-        self._all_bad, self._where = False, ""  # Whether all are; on which ranks losses were.
+        self._record, self._names, self._step = record, names, step
+        if live:
+            self._live = True
+        if on_ranks is not None:
+            self._on_ranks = on_ranks
+
+    _live = False
+    _on_ranks: Callable[[], tuple[dict[str, NonFiniteCount], str]] | None = None
+    _read: dict[str, float] | None = None
+
+    def _counted(self) -> tuple[Tensor, Tensor]:
+        if self._counted_by is not None:
+            return self._counted_by()
+        return self._record.statistics.nan, self._record.statistics.inf
 
     def count_by(self, counted: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Takes the counts of NaN and Inf from there, gradient by gradient."""
-        self._counted = counted
+        self._counted_by = counted
 
     @property
     def _numbers(self) -> dict[str, float]:

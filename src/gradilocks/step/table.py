@@ -38,7 +38,7 @@ from gradilocks.kernels.chunks import (
     kinds_of,
 )
 from gradilocks.kernels.cuda_graph import capturing, keeping
-from gradilocks.kernels.guards import Guard, attribute, empty
+from gradilocks.kernels.guards import Guard, attribute
 from gradilocks.kernels.host_numbers import stream_of
 from gradilocks.ranks.layout import (
     Layout,
@@ -374,8 +374,8 @@ class GradientTable:
         return self._found
 
     def guards(self) -> list[Guard]:
-        """What must be as it is now for the next step to find the same."""
-        return [*attribute(self, "_found", "_summands"), *empty(self._summands)]
+        """What must be as it is now for what it has found to be what it would find."""
+        return attribute(self, "_found")
 
     def _renewed(self, found: TableGradients, lists: Lists) -> bool:
         """Whether nothing but addresses has changed since the last step, asked in Python."""

@@ -66,11 +66,19 @@ class Make {
         at_(numbers.size()) {
     numbers.insert(numbers.end(), tensor.sizes().begin(), tensor.sizes().end());
     numbers.insert(numbers.end(), tensor.strides().begin(), tensor.strides().end());
+    if (tensor.numel() != 0) {
+      span_ = 1;
+      for (size_t i = 0; i < dim_; ++i) {
+        span_ += (tensor.sizes()[i] - 1) * tensor.strides()[i];
+      }
+    }
   }
 
   bool is_of(const at::Tensor& tensor, const PyTypeObject* type,
              const std::vector<int64_t>& numbers) const {
-    if (type != type_ || !has_memory(tensor)) {
+    const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+    if (type != type_ || !impl->unsafe_storage() || impl->layout() != c10::kStrided ||
+        impl->is_python_dispatch()) {
       return false;
     }
     const c10::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
@@ -84,7 +92,9 @@ class Make {
         return false;
       }
     }
-    return true;
+    // As `has_memory` works it out, of sizes and strides that are known.
+    const int64_t end = span_ == 0 ? 0 : tensor.storage_offset() + span_;
+    return static_cast<size_t>(end) * dtype_.itemsize() <= impl->unsafe_storage().nbytes();
   }
 
  private:
@@ -93,7 +103,8 @@ class Make {
   c10::Device device_;
   bool negative_;
   size_t dim_;
-  size_t at_;  // Where sizes and strides begin among the numbers.
+  size_t at_;         // Where sizes and strides begin among the numbers.
+  int64_t span_ = 0;  // Elements from the first to the last in memory.
 };
 
 // Whether two of the addresses are equal; those of tensors without elements are 0.
@@ -294,12 +305,13 @@ inline bool localize(const Walk& walk, size_t i, at::Tensor& grad) {
 }
 
 // The gradients as they are now and where they lie; false if something but the addresses is
-// another.
-inline bool look(const Walk& walk, PyObject* lists, Found& found) {
+// another. Without `tensors` only their memory is held: whoever reads it by its address needs no
+// more, and each reference that is counted up and down takes 10 ns.
+inline bool look(const Walk& walk, PyObject* lists, Found& found, bool tensors = true) {
   if (!walk.kinds.hold()) {
     return false;
   }
-  found.held.reserve(walk.grads.size());
+  found.held.reserve(tensors ? walk.grads.size() : 0);
   found.memory.reserve(2 * walk.grads.size());
   found.addresses.reserve(walk.grads.size());
   const auto fetch_ahead = [&](size_t begin) {
@@ -322,14 +334,20 @@ inline bool look(const Walk& walk, PyObject* lists, Found& found) {
       return true;
     }
     PyObject* param = place.param.ptr();
-    at::Tensor grad = gradient_of(param, place.is_plain());
-    if (place.among == kLacking || !grad.defined()) {
-      return (place.among == kLacking) == !grad.defined();
+    at::Tensor owned;  // Where it is not the gradient as the parameter holds it.
+    const bool plain = place.is_plain();
+    if (!plain) {
+      owned = gradient_of(param, false);
+    }
+    const at::Tensor* grad =
+        plain ? &std::as_const(*THPVariable_Unpack(param).unsafeGetTensorImpl()).grad() : &owned;
+    if (place.among == kLacking || !grad->defined()) {
+      return (place.among == kLacking) == !grad->defined();
     }
     const size_t i = static_cast<size_t>(place.among);
     const bool distributed = !walk.specs.empty() && walk.specs[i].first;
     if (distributed &&
-        (!place.is_plain() || part_of(param, place.kind->spec) != walk.specs[i].first.ptr())) {
+        (!plain || part_of(param, place.kind->spec) != walk.specs[i].first.ptr())) {
       return false;
     }
     {
@@ -343,15 +361,21 @@ inline bool look(const Walk& walk, PyObject* lists, Found& found) {
       }
       found.memory.push_back(home.storage());
     }
-    if (distributed && !localize(walk, i, grad)) {
+    if (distributed) {
+      owned = *grad;
+      grad = &owned;
+      if (!localize(walk, i, owned)) {
+        return false;
+      }
+    }
+    if (!walk.grads[i].is_of(*grad, class_of(*grad), walk.numbers)) {
       return false;
     }
-    if (!walk.grads[i].is_of(grad, class_of(grad), walk.numbers)) {
-      return false;
+    found.addresses.push_back(address_of(*grad));
+    found.memory.push_back(grad->storage());
+    if (tensors) {
+      found.held.push_back(*grad);
     }
-    found.addresses.push_back(address_of(grad));
-    found.memory.push_back(grad.storage());
-    found.held.push_back(std::move(grad));
     return true;
   });
 }

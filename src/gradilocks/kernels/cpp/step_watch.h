@@ -125,7 +125,12 @@ inline PyObject* make_guards(PyObject*, PyObject* given) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); ++i) {
       long demand = 0;
       PyObject *owner = nullptr, *name = nullptr, *expected = nullptr;
-      if (!PyArg_ParseTuple(PyList_GET_ITEM(given, i), "lOOO", &demand, &owner, &name, &expected)) {
+      PyObject* each = PyList_GET_ITEM(given, i);
+      if (!PyTuple_Check(each)) {
+        PyErr_SetString(PyExc_TypeError, "guards takes a list of tuples");
+        throw PythonRaised();
+      }
+      if (!PyArg_ParseTuple(each, "lOOO", &demand, &owner, &name, &expected)) {
         throw PythonRaised();
       }
       if (demand < 0 || demand > 2 || (demand == 1 && !PyDict_Check(owner))) {
@@ -293,7 +298,7 @@ inline PyObject* watch_look(PyObject* self, PyObject* const* args, Py_ssize_t co
     const py::object groups = py::reinterpret_borrow<py::object>(args[0]);
     const py::object lists = walk == nullptr ? py::object() : lists_in(groups.ptr());
     Found found;
-    if (!lists || !state_lies_there(*watch) || !look(*walk, lists.ptr(), found)) {
+    if (!lists || !state_lies_there(*watch) || !look(*walk, lists.ptr(), found, false)) {
       answer = Py_NewRef(Py_None);
       return;
     }
@@ -344,6 +349,30 @@ inline PyObject* watch_look(PyObject* self, PyObject* const* args, Py_ssize_t co
     Py_RETURN_NONE;
   }
   return nullptr;
+}
+
+// took(): kernels have written to the parameters that have a gradient. As count_write.
+inline PyObject* watch_took(PyObject* self, PyObject*) {
+  const Watch* watch = reinterpret_cast<StepWatch*>(self)->watch;
+  const Walk* walk =
+      watch == nullptr ? nullptr : reinterpret_cast<GradientWalk*>(watch->walker.ptr())->walk;
+  if (walk != nullptr) {
+    for (const Place& place : walk->places) {
+      if (place.among >= 0) {
+        const at::Tensor& param = THPVariable_Unpack(place.param.ptr());
+        if (!param.is_inference()) {
+          param.unsafeGetTensorImpl()->bump_version();
+        }
+      }
+    }
+  }
+  Py_RETURN_NONE;
+}
+
+// forget(): holds nothing any more; `look` finds everything changed from here on.
+inline PyObject* watch_forget(PyObject* self, PyObject*) {
+  watch_clear(self);
+  Py_RETURN_NONE;
 }
 
 // know(groups): the entries that the groups have from here on; None if they may change and stay
@@ -421,6 +450,8 @@ PyMethodDef step_watch_methods[] = {
     {"look", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(watch_look)), METH_FASTCALL,
      "look(groups, stream): the gradients, where they lie if that is new, and whether the groups "
      "have the same entries; None: something else is another."},
+    {"took", watch_took, METH_NOARGS, "Counts a write to every parameter that has a gradient."},
+    {"forget", watch_forget, METH_NOARGS, "Holds nothing any more."},
     {"know", watch_know, METH_O, "know(groups): what the groups have from here on."},
     {nullptr, nullptr, 0, nullptr}};
 PyType_Slot step_watch_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(watch_traverse)},

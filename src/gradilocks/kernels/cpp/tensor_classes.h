@@ -280,6 +280,9 @@ class Ahead {
     over([](Steps& at) {
       if (!at.kind->is_distributed()) {
         memory(at.grad_impl);
+        if (at.grad_impl != nullptr) {  // Which says the gradient's class, if it has one.
+          fetch_lines(object_of(at.grad_impl), 16);
+        }
         return;
       }
       at.home = at.grad_impl == nullptr ? nullptr : object_of(at.grad_impl);
