@@ -38,6 +38,7 @@ __all__ = [
     "build_native",
     "cache_folder",
     "find_native",
+    "is_coming",
     "library",
     "library_within",
     "recipe_here",
@@ -128,6 +129,10 @@ class NativeLibrary:
         """What runs, C++ or Python, and why."""
         self.library()
         return f"{'Python' if self._module is None else 'C++'}: {self._why}"
+
+    def is_coming(self) -> bool:
+        """Whether it is not there yet and may still come, as while it is being built."""
+        return not self._settled
 
     def before_fork(self) -> None:
         """In the parent: a child has the thread that forks, and no other."""
@@ -585,3 +590,4 @@ if hasattr(os, "register_at_fork"):
 library = _HERE.library
 library_within = _HERE.library_within
 status = _HERE.status
+is_coming = _HERE.is_coming
