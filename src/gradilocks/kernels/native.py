@@ -31,6 +31,7 @@ from gradilocks.eager import users_line
 from gradilocks.errors import GradilocksError
 from gradilocks.kernels import native_build
 from gradilocks.kernels.native_build import BackgroundBuild, Compiler, Entry, Recipe, Result
+from gradilocks.native_mode import mode_asked_for
 
 __all__ = [
     "NativeLibrary",
@@ -45,7 +46,6 @@ __all__ = [
     "status",
 ]
 
-MODES = ("auto", "wait", "off")
 PATIENCE = 900.0
 """Seconds that GRADILOCKS_NATIVE=wait waits."""
 LOOK_EVERY = 0.1
@@ -233,18 +233,6 @@ class NativeLibrary:
 
 
 # --- this machine ---------------------------------------------------------------------------------
-
-
-def mode_asked_for() -> str:
-    """What GRADILOCKS_NATIVE says."""
-    given = os.environ.get("GRADILOCKS_NATIVE", "")
-    mode = given.strip().lower() or "auto"
-    if mode not in MODES:
-        raise ValueError(
-            f"GRADILOCKS_NATIVE must be auto (build in the background, the default), wait (for the "
-            f"build) or off, got {given!r}."
-        )
-    return mode
 
 
 def cache_folder(given: str = "") -> Path:
