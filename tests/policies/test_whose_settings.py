@@ -243,6 +243,31 @@ def test_any_scale_policy_goes_on_from_any_other(kind, before, own):
     trained(made, net, count=6)
 
 
+@each_object
+@pytest.mark.parametrize("steps", [0, 8])
+@pytest.mark.parametrize("before", [2.0**6, 2.0**20])
+def test_a_higher_bound_of_its_own_is_a_higher_ceiling(kind, before, steps):
+    """These gradients have room for a scale of 2^9 or more: the one bound is in the way."""
+    net = model()
+    bounded, own = (HeadroomScale(2.0**4, max_scale=most) for most in (before, 2.0**30))
+    first = trained(MAKERS[kind](net, scale=bounded, clip=1.0), net, steps)
+    made = MAKERS[kind](net, scale=own, clip=1.0)
+    made.load_state_dict(json.loads(json.dumps(first.state_dict())), policies=kind)
+    assert trained(made, net, count=4).state_dict()["scale"] >= 2.0**9
+
+
+@each_object
+def test_a_ceiling_that_an_overflow_has_set_is_kept_under_a_higher_bound(kind):
+    net = model()
+    first = MAKERS[kind](net, scale=HeadroomScale(max_scale=2.0**20), clip=1.0)
+    saved = json.loads(json.dumps(trained(first, net, count=2).state_dict()))
+    part = saved["gradilocks"] if kind == "control" else saved["gradilocks_scaler"]["scale"]
+    part["scale_state" if kind == "control" else "state"]["ceiling"] = 2.0**6
+    made = MAKERS[kind](net, scale=HeadroomScale(max_scale=2.0**30), clip=1.0)
+    made.load_state_dict(saved, policies=kind)
+    assert trained(made, net, count=4).state_dict()["scale"] == 2.0**6
+
+
 OTHERS = {
     "torch": torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=9).state_dict(),
     "megatron": {"scale": torch.tensor([512.0]), "growth_tracker": 3, "hysteresis_tracker": 1},

@@ -323,9 +323,27 @@ def fitted_scale(
     state = state if isinstance(state, Mapping) else {}
     state = {name: state.get(name, start) for name, start in mine["state"].items()}
     lowest, highest = policy.bounds()
+    started = _started_with(policy, before) if policy.kept_scales else {}
     for name in set(policy.kept_scales) & set(state):
-        state[name] = min(max(_check_number(name, state[name]), lowest), highest)
+        value = _check_number(name, state[name])
+        # Where the policy of the checkpoint starts it, it is no lesson but a setting of that one:
+        # a ceiling of HeadroomScale that was never hit is its max_scale.
+        start = mine["state"][name] if value == started.get(name) else value
+        state[name] = min(max(start, lowest), highest)
     return tracker, {**mine, "hysteresis": hysteresis, "state": state}
+
+
+def _started_with(policy: ScalePolicy, before: Any) -> dict[str, Any]:
+    """What a policy of the class of `policy`, with the settings of a checkpoint, starts from.
+
+    Nothing if it cannot be made of them: then they are not needed either.
+    """
+    try:
+        saved: ScalePolicy = rebuild(policy, before, "scale")
+        state: ScaleState = _started(saved)
+    except BadState:
+        return {}
+    return {name: _plain(tensor) for name, tensor in state.more.items()}
 
 
 def fitted_memory(policy: ClipPolicy, before: Any, memory: Any) -> Any:
