@@ -67,7 +67,14 @@ from gradilocks.record.journal import Journal, journal_of, recorder_for
 from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.sample import Weights
 from gradilocks.scale import DynamicScale, resolve_scale
-from gradilocks.state.checkpoint import check_scale, fitted, parts_in, tell_replaced
+from gradilocks.state.checkpoint import (
+    check_scale,
+    fitted,
+    parts_in,
+    scale_in,
+    tell_bounded,
+    tell_replaced,
+)
 from gradilocks.state.optimizer_match import (
     may_be_as_well,
     places_of,
@@ -941,7 +948,8 @@ class GradientControl:
     ) -> None:
         """Goes on from a checkpoint of this class or of torch's `GradScaler`.
 
-        A checkpoint that does not fit raises BadState and changes nothing.
+        A checkpoint that does not fit raises BadState and changes nothing. A scale outside bounds
+        that are not the checkpoint's own is taken to the nearest of them, and the log tells.
 
         Args:
             state_dict: from `state_dict()`.
@@ -954,6 +962,7 @@ class GradientControl:
         if not isinstance(given, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(given).__name__}.")
         check_policies_from(policies)
+        saved = state_dict
         if policies == "control" and state_dict:
             steps = self._engine.count_of_steps()
             state_dict = fitted(state_dict, self._given_scale, self._given_clip, steps=steps)
@@ -965,9 +974,19 @@ class GradientControl:
             if before is not None:
                 self._load(before, in_order=True)
             raise
-        if policies == "checkpoint" and (not has_other_ranks() or my_rank() == 0):
-            has = self._engine.scale_policy, self._engine.clip_policy
+        if has_other_ranks() and my_rank() != 0:
+            return
+        has = self._engine.scale_policy, self._engine.clip_policy
+        if policies == "checkpoint":
             tell_replaced(had, has, "GradientControl", "control")
+        self._tell_bounded(scale_in(saved, had[0]))
+
+    def _tell_bounded(self, saved: float | None) -> None:
+        """Tells the log if the policy's bounds have moved the scale of a checkpoint."""
+        policy = self._engine.scale_policy
+        if self._engine.scales:
+            whose = f"{policy.policy_name} of this GradientControl"
+            tell_bounded(saved, self.scale, policy.bounds(), whose=whose)
 
     def _load(self, state_dict: Mapping[str, Any], *, in_order: bool = False) -> None:
         """Goes on from a checkpoint.
@@ -1160,6 +1179,7 @@ class GradientControl:
             if not self._engine.scales or "scale" not in state_dict:
                 return
             self._update_scale(check_scale(state_dict["scale"]))
+            self._tell_bounded(check_scale(state_dict["scale"]))
             return
         self.load_state_dict(state_dict)
 

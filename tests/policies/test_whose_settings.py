@@ -268,6 +268,72 @@ def test_a_ceiling_that_an_overflow_has_set_is_kept_under_a_higher_bound(kind):
     assert trained(made, net, count=4).state_dict()["scale"] == 2.0**6
 
 
+# --- a scale outside the bounds of whoever loads it -----------------------------------------------
+
+TIGHT = DynamicScale(init_scale=16.0, min_scale=4.0, max_scale=64.0)
+BOUNDED = {
+    "control": lambda: control(model(), scale=TIGHT),
+    "scaler with a policy": lambda: scaler(model(), scale=TIGHT),
+    "scaler": lambda: GradScaler("cpu", init_scale=16.0, min_scale=4.0, max_scale=64.0),
+    "scaler of a control": lambda: control(model(), scale=TIGHT).as_scaler(),
+}
+each_bounded = pytest.mark.parametrize("kind", BOUNDED)
+
+
+def torchs(scale):
+    return torch.amp.GradScaler("cpu", init_scale=scale).state_dict()
+
+
+@each_bounded
+@pytest.mark.parametrize(("saved", "loaded"), [(2.0**10, 64.0), (0.5, 4.0), (32.0, 32.0)])
+@pytest.mark.parametrize("policies", ["checkpoint", "own"])
+def test_bounds_of_its_own_hold_for_torchs_scale_and_the_log_tells(
+    kind, saved, loaded, policies, caplog
+):
+    made = BOUNDED[kind]()
+    if policies == "own" and kind == "scaler of a control":
+        made = made.control.as_scaler(policies="control")
+    own = {"policies": kind.split()[0]} if policies == "own" and " of " not in kind else {}
+    made.load_state_dict(torchs(saved), **own)
+    assert made.state_dict()["scale"] == loaded
+    told = [text for text in caplog.messages if "the scale of the checkpoint" in text]
+    assert len(told) == (saved != loaded)
+    assert all(f"{saved:g}, to {loaded:g}: " in text for text in told)
+    assert all("keeps it between 4 and 64." in text for text in told)
+
+
+@each_object
+def test_tighter_bounds_of_its_own_move_the_scale_of_a_checkpoint_and_the_log_tells(kind, caplog):
+    net = model()
+    saved = MAKERS[kind](net, scale=DynamicScale(), clip=1.0).state_dict()
+    made = MAKERS[kind](net, scale=TIGHT, clip=1.0)
+    made.load_state_dict(saved, policies=kind)
+    assert made.state_dict()["scale"] == 64.0
+    (text,) = caplog.messages
+    assert "the scale of the checkpoint, 65536, to 64: DynamicScale of this Grad" in text
+    fixed = MAKERS[kind](net, scale=StaticScale(8.0), clip=1.0)
+    fixed.load_state_dict(saved, policies=kind)
+    assert "StaticScale of this Grad" in caplog.messages[-1]
+    assert "keeps it at that." in caplog.messages[-1]
+
+
+def test_a_control_that_does_not_scale_says_nothing_of_a_scale(caplog):
+    net = model()
+    control(net, scale=None).load_state_dict(control(net).state_dict(), policies="control")
+    control(net).load_state_dict(control(net, scale=None).state_dict(), policies="control")
+    assert not caplog.records
+
+
+@each_object
+@pytest.mark.parametrize("scale", [2.0, 128.0])
+def test_a_scale_outside_the_bounds_of_its_own_checkpoint_is_a_bad_state(kind, scale):
+    made = MAKERS[kind](model(), scale=TIGHT, clip=1.0)
+    before = made.state_dict()
+    with pytest.raises(BadState, match=r"in \[4, 64\], as its own policy DynamicScale says, got"):
+        made.load_state_dict({**before, "scale": scale})
+    assert made.state_dict() == before
+
+
 OTHERS = {
     "torch": torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=9).state_dict(),
     "megatron": {"scale": torch.tensor([512.0]), "growth_tracker": 3, "hysteresis_tracker": 1},

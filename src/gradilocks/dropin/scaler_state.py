@@ -16,7 +16,7 @@ from torch import Tensor
 from gradilocks.clip import ClipPolicy
 from gradilocks.errors import BadState, MissingKey
 from gradilocks.policy import Policy
-from gradilocks.scale import DynamicScale, ScalePolicy, bounds_in_float32
+from gradilocks.scale import LARGEST, SMALLEST, DynamicScale, ScalePolicy
 from gradilocks.state.checkpoint import SCALERS as KEY
 from gradilocks.state.checkpoint import (
     check_scale,
@@ -62,13 +62,11 @@ class TorchsRule(Policy):
         return "GradScaler"
 
 
-def check_state(state: Mapping[str, Any], *, lowest: float, highest: float, delay: int = 0) -> None:
+def check_state(state: Mapping[str, Any], *, delay: int = 0) -> None:
     """Raises if `state` lacks a key or holds a scale that cannot be trained with.
 
     Args:
         state: a scaler's state_dict.
-        lowest: the smallest scale.
-        highest: the largest.
         delay: how far below 0 the growth tracker may start.
     """
     missing = [key for key in _KEYS if key not in state]
@@ -91,14 +89,14 @@ def check_state(state: Mapping[str, Any], *, lowest: float, highest: float, dela
             "_growth_tracker in the state_dict must be a whole number, got "
             f"{state['_growth_tracker']}."
         )
-    scale, (lowest, highest) = state["scale"], bounds_in_float32(lowest, highest)
-    if not lowest <= scale <= highest:
+    scale = state["scale"]
+    if not SMALLEST <= scale <= LARGEST:
         collapsed = (
             " A scale of 0 is what torch's scaler leaves behind after it has collapsed: start from "
             "a new one."
         )
         raise BadState(
-            f"the scale in the state_dict must lie in [{lowest:g}, {highest:g}], got {scale}."
+            f"the scale in the state_dict must lie in [{SMALLEST:g}, {LARGEST:g}], got {scale}."
             + (collapsed if scale == 0 else "")
         )
 

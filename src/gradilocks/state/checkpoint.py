@@ -27,6 +27,7 @@ from gradilocks.scale import (
     DynamicScale,
     ScalePolicy,
     bounds_in_float32,
+    in_float32,
     resolve_scale,
 )
 from gradilocks.state.optimizer_match import fits_signature
@@ -53,6 +54,8 @@ __all__ = [
     "save",
     "save_memory",
     "save_scale",
+    "scale_in",
+    "tell_bounded",
     "tell_replaced",
     "with_settings",
 ]
@@ -185,12 +188,6 @@ def load(
     _require(saved, ("scale", "_growth_tracker"), where="state_dict")
     rebuilt = rebuild(scale_policy, ours["scale_policy"], "scale")
     clip = rebuild(clip_policy, ours["clip_policy"], "clip")
-    scale, (lowest, highest) = check_scale(saved["scale"]), bounds_in_float32(*rebuilt.bounds())
-    if not lowest <= scale <= highest:
-        raise BadState(
-            f"the scale in the state_dict must lie in [{lowest:g}, {highest:g}], as its policy "
-            f"says, got {scale:g}."
-        )
     memory, of_all, known = _load_named_memory(clip, ours, owned, changed=changed)
     kept = {"hysteresis": ours["hysteresis"], "state": ours.get("scale_state") or {}}
     return Loaded(
@@ -418,6 +415,44 @@ def tell_replaced(
         _logger.warning("%s", " ".join(told))
 
 
+def scale_in(saved: Mapping[str, Any], rule: Any) -> float | None:
+    """The scale that a checkpoint was saved with; None if it was saved without one.
+
+    Args:
+        saved: of a control, a scaler or another system, after it has been loaded.
+        rule: as `recognize` asks for it.
+    """
+    ours = saved.get("gradilocks")
+    if isinstance(ours, Mapping) and _kind_of(ours.get("scale_policy")) == "NoScale":
+        return None
+    other = recognize(saved, rule)
+    scale = saved.get("scale") if other is None else other.scale
+    return None if scale is None else check_scale(scale)
+
+
+def tell_bounded(
+    saved: float | None, scale: float, bounds: tuple[float, float], *, whose: str
+) -> None:
+    """Says, in the log, that bounds of the present have moved the scale of a checkpoint.
+
+    Args:
+        saved: the scale in the checkpoint, from `scale_in`.
+        scale: with which it goes on.
+        bounds: of the present.
+        whose: they are.
+    """
+    if saved is not None and in_float32(saved) != in_float32(scale):
+        lowest, highest = bounds
+        _logger.warning(
+            "load_state_dict() has taken the scale of the checkpoint, %g, to %g: %s",
+            saved,
+            scale,
+            f"{whose} keeps it at that."
+            if lowest == highest
+            else f"{whose} keeps it between {lowest:g} and {highest:g}.",
+        )
+
+
 def _replaced(before: Any, after: Any) -> list[str]:
     """In which settings a policy differs from the one before, of the same class: old, then new."""
     if before == after:
@@ -470,14 +505,24 @@ def load_scale(policy: ScalePolicy, saved: Mapping[str, Any], kept: Any) -> Scal
     """A state of `policy` on the host, filled from a checkpoint, or BadState.
 
     Args:
-        policy: with the checkpoint's settings. A scale outside its bounds is moved to them.
-        saved: with the scale and the tracker under torch's keys.
-        kept: from `save_scale`; None if it was not we who saved it.
+        policy: with the checkpoint's settings.
+        saved: with the scale and the tracker under torch's keys. A scale outside the bounds of
+            `policy` is moved to them, of which `tell_bounded` tells, if these are not the
+            checkpoint's own bounds.
+        kept: from `save_scale`; None if it was not we who saved it, so that the bounds are those
+            of whoever loads it.
     """
     _require(saved, ("scale", "_growth_tracker"), where="state_dict")
     state: ScaleState = _started(policy)
     lowest, highest = policy.bounds()
-    state.scale.fill_(min(max(check_scale(saved["scale"]), lowest), highest))
+    scale = check_scale(saved["scale"])
+    least, most = bounds_in_float32(lowest, highest)
+    if kept is not None and not least <= scale <= most:
+        raise BadState(
+            f"the scale in the state_dict must lie in [{least:g}, {most:g}], as its own policy "
+            f"{policy.policy_name} says, got {scale:g}."
+        )
+    state.scale.fill_(min(max(scale, lowest), highest))
     tracker = _check_count("_growth_tracker", saved["_growth_tracker"], lowest=-policy.delay)
     state.growth_tracker.fill_(tracker)
     if kept is None:
