@@ -33,7 +33,7 @@ from gradilocks.checks import (
     warn_of_misfits,
     warn_of_strangers,
 )
-from gradilocks.clip import resolve_clip
+from gradilocks.clip import NoClip, resolve_clip
 from gradilocks.dropin.control_scaler import ControlScaler
 from gradilocks.dropin.scaler_state import set_scale
 from gradilocks.eager import eager, users_line
@@ -73,6 +73,7 @@ from gradilocks.state.checkpoint import (
     parts_in,
     scale_in,
     tell_bounded,
+    tell_dropped,
     tell_replaced,
 )
 from gradilocks.state.optimizer_match import (
@@ -979,6 +980,9 @@ class GradientControl:
         has = self._engine.scale_policy, self._engine.clip_policy
         if policies == "checkpoint":
             tell_replaced(had, has, "GradientControl", "control")
+        else:
+            clips = not isinstance(has[1], NoClip)
+            tell_dropped(saved, has[1] if clips else None, "GradientControl")
         self._tell_bounded(scale_in(saved, had[0]))
 
     def _tell_bounded(self, saved: float | None) -> None:

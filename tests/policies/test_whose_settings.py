@@ -219,6 +219,72 @@ def test_another_clip_goes_on_with_the_scale_alone(kind, before, own):
     trained(made, net, count=2)
 
 
+LESSONS = {
+    "another": (ZScoreClip(), QuantileClip(), "what ZScoreClip of", "QuantileClip, which starts"),
+    "one that learns nothing": (
+        QuantileClip(),
+        1.0,
+        "what QuantileClip of",
+        "clips by ClipByNorm.",
+    ),
+    "a chain": (
+        chain(SkipSpikes(), 1.0),
+        chain(1.0, SkipSpikes()),
+        "what chain(SkipSpikes, ClipByNorm) of",
+        "clips by chain(ClipByNorm, SkipSpikes), which starts afresh.",
+    ),
+    "none": (QuantileClip(), None, "what QuantileClip of", "does not clip."),
+}
+
+
+@each_object
+@pytest.mark.parametrize(("before", "own", "dropped", "instead"), LESSONS.values(), ids=LESSONS)
+def test_what_another_clip_has_learned_is_dropped_and_the_log_tells_once(
+    kind, before, own, dropped, instead, caplog
+):
+    net = model()
+    first = trained(MAKERS[kind](net, clip=before), net)
+    made = MAKERS[kind](net, clip=own)
+    made.load_state_dict(first.state_dict(), policies=kind)
+    (text,) = caplog.messages
+    assert f"has dropped {dropped}" in text
+    assert instead in text
+
+
+def test_of_several_optimizers_it_is_told_once_too(caplog):
+    nets = model(), model()
+    steppers = [torch.optim.SGD(net.parameters(), lr=0.0) for net in nets]
+    first = GradientControl(
+        *steppers, clip=QuantileClip(), model=dict(zip("ab", nets, strict=True))
+    )
+    for stepper, net in zip(steppers, nets, strict=True):
+        first.backward(net(torch.ones(2, 3)).sum())
+        first.step(only=stepper)
+    made = GradientControl(*steppers, clip=1.0)
+    made.load_state_dict(first.state_dict(), policies="control")
+    assert len(caplog.messages) == 1
+
+
+@each_object
+def test_where_nothing_was_learned_nothing_is_said(kind, caplog):
+    net = model()
+    for before, own in ((1.0, QuantileClip()), (QuantileClip(), ZScoreClip())):
+        saved = MAKERS[kind](net, clip=before).state_dict()
+        MAKERS[kind](net, clip=own).load_state_dict(saved, policies=kind)
+    assert not caplog.records
+
+
+def test_what_the_other_object_has_learned_is_dropped_and_told_of(caplog):
+    net = model()
+    saved = trained(scaler(net, clip=QuantileClip()), net).state_dict()
+    control(net, clip=QuantileClip()).load_state_dict(saved, policies="control")
+    assert "what QuantileClip of the checkpoint's GradScaler has learned" in caplog.messages[-1]
+    saved = trained(control(net, clip=QuantileClip()), net).state_dict()
+    scaler(net, clip=QuantileClip()).load_state_dict(saved, policies="scaler")
+    assert "what QuantileClip of the checkpoint's GradientControl has" in caplog.messages[-1]
+    assert len(caplog.messages) == 2
+
+
 SCALES = {
     "deepspeed": DynamicScale.deepspeed(init_scale=2.0**9, growth_interval=4),
     "fairseq": DynamicScale.fairseq(tolerance=0.5),

@@ -73,6 +73,7 @@ from gradilocks.state.checkpoint import (
     save_scale,
     scale_in,
     tell_bounded,
+    tell_dropped,
     tell_replaced,
 )
 from gradilocks.state.other_scalers import OtherScaler, recognize
@@ -557,6 +558,8 @@ class GradScaler(torch.amp.GradScaler):
             return
         if policies == "checkpoint":
             tell_replaced(had, self._settings(), "GradScaler", "scaler", lost)
+        else:
+            tell_dropped(given, self._engines.clip if self._clips else None, "GradScaler")
         if self._enabled and state_dict:
             whose = "" if self._policy is None else f"{self._policy.policy_name} of "
             saved, bounds = scale_in(given, self._growth_rule()), self._bounds(self._policy)

@@ -56,6 +56,7 @@ __all__ = [
     "save_scale",
     "scale_in",
     "tell_bounded",
+    "tell_dropped",
     "tell_replaced",
     "with_settings",
 ]
@@ -451,6 +452,49 @@ def tell_bounded(
             if lowest == highest
             else f"{whose} keeps it between {lowest:g} and {highest:g}.",
         )
+
+
+def tell_dropped(saved: Mapping[str, Any], policy: ClipPolicy | None, owner: str) -> None:
+    """Says, in the log, what clip policies of a checkpoint have learned and nobody goes on with.
+
+    Args:
+        saved: a checkpoint that has been loaded into an object which keeps its own settings.
+        policy: by which that object clips; None if it does not.
+        owner: its class, "GradientControl" or "GradScaler".
+    """
+    ours, scalers = _mapping(saved.get("gradilocks")), _mapping(saved.get(SCALERS))
+    parts = [ours, *(each["gradilocks"] for each in parts_in(saved).values())] if ours else []
+    parts = [each for each in parts if each.get("steps")]  # Else nothing was learned yet.
+    clip = _mapping(scalers.get("clip"))
+    learned = {
+        "GradientControl": (ours.get("clip_policy"), [each.get("clip_state") for each in parts]),
+        "GradScaler": (clip.get("policy"), [each.get("memory") for each in clip.get("states", ())]),
+    }
+    for by, (before, memories) in learned.items():
+        goes_on = by == owner and policy and _kind_of(before) == _kind_of(describe(policy))
+        if goes_on or all(memory is None for memory in memories):
+            continue
+        own = "does not clip" if policy is None else f"clips by {_called(describe(policy))}"
+        own += ", which starts afresh" if policy is not None and policy.learns else ""
+        _logger.warning(
+            "load_state_dict() has dropped what %s of the checkpoint's %s has learned: this %s %s.",
+            _called(before),
+            by,
+            owner,
+            own,
+        )
+
+
+def _called(described: Any) -> str:
+    """A clip policy from `describe`, as one calls it in a sentence."""
+    kind = _kind_of(described)
+    if not isinstance(kind, tuple):
+        return str(kind)
+    return f"chain({', '.join(str(part) for part in kind[1:])})"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _replaced(before: Any, after: Any) -> list[str]:
