@@ -68,6 +68,7 @@ from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.sample import Weights
 from gradilocks.scale import DynamicScale, resolve_scale
 from gradilocks.state.checkpoint import (
+    SCALERS,
     check_scale,
     fitted,
     parts_in,
@@ -1179,7 +1180,8 @@ class GradientControl:
             self.load_state_dict(state_dict, policies=policies)
             return
         policy = self._engine.scale_policy
-        if "gradilocks" not in state_dict and not isinstance(policy, DynamicScale):
+        from_ours = "gradilocks" in state_dict or SCALERS in state_dict
+        if not from_ours and not isinstance(policy, DynamicScale):
             if not self._engine.scales or "scale" not in state_dict:
                 return
             self._update_scale(check_scale(state_dict["scale"]))

@@ -37,6 +37,7 @@ from gradilocks.dropin.scaler_state import (
     checked_policies,
     fitted_clip,
     fitted_state,
+    from_controls,
     has_torchs_numbers,
     policy_from,
     set_scale,
@@ -75,6 +76,7 @@ from gradilocks.state.checkpoint import (
     tell_bounded,
     tell_dropped,
     tell_replaced,
+    tell_unclipped,
 )
 from gradilocks.state.other_scalers import OtherScaler, recognize
 from gradilocks.step.call_order import UnscaledGuard, own_write_begins, own_write_ended
@@ -522,6 +524,12 @@ class GradScaler(torch.amp.GradScaler):
         given = state_dict
         if policies == "scaler" and state_dict:
             state_dict = self._fitted(state_dict)
+        else:
+            numbers = {name: self._torchs_number(name) for name in TORCHS}
+            has_policy = self._policy is not None
+            state_dict = dict(
+                from_controls(state_dict, numbers=numbers, scale=has_policy, clip=self._clips)
+            )
         had = self._settings()
         ours = checked_policies(state_dict, scale=self._policy is not None, clip=self._clips)
         clip = None
@@ -558,6 +566,8 @@ class GradScaler(torch.amp.GradScaler):
             return
         if policies == "checkpoint":
             tell_replaced(had, self._settings(), "GradScaler", "scaler", lost)
+            if not self._clips:
+                tell_unclipped(given)
         else:
             tell_dropped(given, self._engines.clip if self._clips else None, "GradScaler")
         if self._enabled and state_dict:

@@ -58,6 +58,7 @@ __all__ = [
     "tell_bounded",
     "tell_dropped",
     "tell_replaced",
+    "tell_unclipped",
     "with_settings",
 ]
 
@@ -149,7 +150,7 @@ def load(
     """Checks `saved` against the present policies and says what to go on with.
 
     Args:
-        saved: from `save`, from torch's `GradScaler.state_dict()`, or from the scalers of
+        saved: from `save`, from `GradScaler.state_dict()`, torch's or ours, or from the scalers of
             Megatron-LM, DeepSpeed, fairseq and apex.
         scale_policy: the policy in force; a checkpoint of another class does not fit.
         clip_policy: likewise.
@@ -168,11 +169,7 @@ def load(
             "Start without it."
         )
     if SCALERS in saved:
-        raise BadState(
-            f"the state_dict is one of a GradScaler with policy= or clip=, and a GradientControl "
-            f"would lose what they have learned. Take {SCALERS!r} out of it to go on with the "
-            "scale alone."
-        )
+        return _load_from_scaler(saved, scale_policy, clip_policy)
     if "gradilocks" not in saved:
         policy, state = _load_from_others(saved, scale_policy)
         return Loaded(policy, clip_policy, state)
@@ -472,7 +469,7 @@ def tell_dropped(saved: Mapping[str, Any], policy: ClipPolicy | None, owner: str
     }
     for by, (before, memories) in learned.items():
         goes_on = by == owner and policy and _kind_of(before) == _kind_of(describe(policy))
-        if goes_on or all(memory is None for memory in memories):
+        if goes_on or not any(memories):
             continue
         own = "does not clip" if policy is None else f"clips by {_called(describe(policy))}"
         own += ", which starts afresh" if policy is not None and policy.learns else ""
@@ -482,6 +479,17 @@ def tell_dropped(saved: Mapping[str, Any], policy: ClipPolicy | None, owner: str
             by,
             owner,
             own,
+        )
+
+
+def tell_unclipped(saved: Mapping[str, Any]) -> None:
+    """Says, in the log, that a GradScaler without a clip goes on from a control that had one."""
+    policy = _mapping(saved.get("gradilocks")).get("clip_policy")
+    if policy is not None and _kind_of(policy) != "NoClip":
+        _logger.warning(
+            "the checkpoint is of a GradientControl that clips by %s, and this GradScaler does "
+            "not clip by itself. Make it with clip=, or clip after unscale_().",
+            _called(policy),
         )
 
 
@@ -510,6 +518,40 @@ def _replaced(before: Any, after: Any) -> list[str]:
         for name in one
         if one[name] != two[name] and name != "init_scale"  # Which has had its time.
     ]
+
+
+def _load_from_scaler(
+    saved: Mapping[str, Any], scale_policy: ScalePolicy, clip_policy: ClipPolicy
+) -> Loaded:
+    """What to go on with from a GradScaler with `policy=` or `clip=`; BadState if that loses some.
+
+    Such a one has learned of each optimizer apart, and a control of all of them together.
+    """
+    ours = saved[SCALERS]
+    scale, clip = (_mapping(ours).get(part) for part in ("scale", "clip"))
+    policy, states = _mapping(clip).get("policy"), _mapping(clip).get("states", ())
+    whole = isinstance(ours, Mapping) and set(ours) == {"scale", "clip"}
+    whole = whole and (clip is None or set(_mapping(clip)) == {"policy", "states"})
+    whole = whole and isinstance(states, (list, tuple))
+    if not whole or not all(isinstance(state, Mapping) for state in states):
+        raise BadState(
+            f"{SCALERS} in the state_dict must be what state_dict() made, got {ours!r:.80}."
+        )
+    if any(state.get("memory") for state in states):
+        raise BadState(
+            f"the state_dict is one of a GradScaler whose clip policy {_called(policy)} has "
+            "learned something of each optimizer apart; a GradientControl, which has one norm for "
+            "all of them, would lose it. To go on without it, and with this control's own "
+            "settings: load_state_dict(..., policies='control')."
+        )
+    if clip is not None:  # Else, as of torch's scaler, this one's own.
+        clip_policy = rebuild(clip_policy, policy, "clip")
+    if scale is None:
+        plain = {key: value for key, value in saved.items() if key != SCALERS}
+        dynamic, state = _load_from_others(plain, scale_policy)
+        return Loaded(dynamic, clip_policy, state)
+    rebuilt = rebuild(scale_policy, _mapping(scale).get("policy"), "scale")
+    return Loaded(rebuilt, clip_policy, load_scale(rebuilt, saved, scale))
 
 
 def _load_from_others(
