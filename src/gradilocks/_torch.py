@@ -564,17 +564,27 @@ _every_post_hook: Mapping[Any, Any] = _find(
 )
 
 
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Of an optimizer: who is called before and after each of its steps. Without the names somebody may
+be, and steps are slower."""
+
+
 def has_step_pre_hooks(optimizer: Any) -> bool:
     """Whether somebody is called before each step; True where nobody can say, which is slower."""
-    own = getattr(optimizer, "_optimizer_step_pre_hooks", _unknown_hooks)
+    own = getattr(optimizer, STEP_HOOKS[0], _unknown_hooks)
     return bool(own or _every_pre_hook)
 
 
 def has_step_hooks(optimizer: Any) -> bool:
     """Whether somebody is called before or after each step; True where nobody can say."""
-    before = getattr(optimizer, "_optimizer_step_pre_hooks", _unknown_hooks)
-    after = getattr(optimizer, "_optimizer_step_post_hooks", _unknown_hooks)
-    return bool(before or after or _every_pre_hook or _every_post_hook)
+    before, after, every_pre, every_post = step_hooks(optimizer)
+    return bool(before or after or every_pre or every_post)
+
+
+def step_hooks(optimizer: Any) -> tuple[Mapping[Any, Any], ...]:
+    """Who is called before and after each step of this optimizer, and of all optimizers."""
+    own = [getattr(optimizer, name, _unknown_hooks) for name in STEP_HOOKS]
+    return *own, _every_pre_hook, _every_post_hook
 
 
 is_profiling: Callable[[], bool] = _find("torch._C._autograd._profiler_enabled", lambda: True)
@@ -823,6 +833,13 @@ current_device: Callable[[], int] = _find("torch._C._cuda_getDevice", torch.cuda
 """The index of the current GPU; who asks has tensors on one."""
 current_stream: Callable[[int], int] = _find("torch._C._cuda_getCurrentRawStream", _stream_by_torch)
 """A GPU's current stream as the driver knows it; torch.cuda.current_stream is ten times slower."""
+
+
+is_capturing: Callable[[], bool] = _find(
+    "torch._C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+"""Whether a CUDA graph is captured on the current stream; who asks has used a GPU. torch's function
+of that name is two calls more."""
 
 
 def compile_kernel(kernel: Any, args: Sequence[Any], **options: Any) -> Any:

@@ -47,6 +47,7 @@ from gradilocks.ranks.layout import (
     is_distributed,
     lie_alike,
     my_rank,
+    rank_guards,
     ranks_in,
     ranks_on,
     replicas_of,
@@ -85,7 +86,7 @@ from gradilocks.state.optimizer_match import (
 )
 from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
-from gradilocks.step.engine import Engine, Evidence, Look, Verdict, look, multiply_
+from gradilocks.step.engine import BoundStep, Engine, Evidence, Look, Verdict, look, multiply_
 from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.framework_wrappers import ours_inside
 from gradilocks.step.lr_schedule import Listeners, Scheduler
@@ -240,6 +241,8 @@ class GradientControl:
         self._events = StepEvents(EVENTS)
         self._told: Step | None = None  # The step that goes on, if somebody listens.
         self._outcome: Outcome | None = None
+        # The step that was taken last, if it can be taken again as it is.
+        self._bound: BoundStep | None = None
         # What was found while unscaling, if that is to decide.
         self._seen: Look | None = None
         self._is_seen_told = False  # Whether the scale has heard of it.
@@ -302,7 +305,7 @@ class GradientControl:
             refuse_patterns(engine.clip_policy, model, loaded=loaded)
         elif not engine.elsewhere:
             refuse_misfits(engine.clip_policy, names, loaded=loaded)
-        self._optimizers = optimizers
+        self._optimizers, self._bound = optimizers, None
         self._names.use(model, optimizers)
         self._find_data_parallel()
         # Refuses, now rather than at the first step, what no rank can know. Names are looked up now
@@ -493,6 +496,7 @@ class GradientControl:
             "_part_states": self._states_of_parts(),
             "_seen": None,
             "_outcome": None,
+            "_bound": None,
         }
         return {**self.__dict__, **left}
 
@@ -836,6 +840,10 @@ class GradientControl:
             return self._step_apart(whole, closure)
         if self._parts:
             self._refuse_stepped_parts()
+        if self._bound is not None and closure is None and not self._events.listeners:
+            outcome = self._step_again()
+            if outcome is not None:
+                return outcome
         return self._step_by(self, closure)
 
     def _step_by(self, driver: Any, closure: Callable[[], Tensor] | None) -> Outcome:
@@ -1477,6 +1485,10 @@ class GradientControl:
         if closure is not None:
             check_closure(closure, len(self._optimizers))
             return self._step_with_closure(closure)
+        if self._bound is not None:
+            outcome = self._step_again()
+            if outcome is not None:
+                return outcome
         engine = self._engine
         gradients, model_ranks = self._find()
         self._is_stepping = True
@@ -1513,6 +1525,15 @@ class GradientControl:
                 if direct and verdict.settled:
                     skip, divisor = verdict.decision.skip, verdict.decision.divisor
                     self._optimizers[0].take(skip, divisor, rated=rating is not None)
+                    if rating is not None and overflow is None:
+                        self._bound = engine.bound(
+                            self._optimizers[0],
+                            gradients,
+                            guards=[*self._order.guards(), *rank_guards()],
+                            unscaled=self._order.unscaled,
+                            moves=not self._is_part,
+                            rating=rating,
+                        )
                 else:
                     self._update(verdict, gradients)
             except BaseException:
@@ -1522,6 +1543,29 @@ class GradientControl:
             self._is_stepping = False
             gradients.release()
         return self._conclude(verdict, gradients.params)
+
+    def _step_again(self) -> Outcome | None:
+        """Takes the step that was taken last once more; None if it has to go the whole way."""
+        # Kept only if it is taken: else it is out of date, and so are the tables that it holds.
+        bound, self._bound = self._bound, None
+        assert bound is not None
+        unused = self._loads, self._replica_check, self._seen
+        if unused != (None, None, None) or not self._compared:
+            return None
+        self._engine.step_begun = self._asked_ahead = False
+        self._is_stepping = True
+        try:
+            verdict = self._engine.again(bound)
+        finally:
+            self._is_stepping = False
+        if verdict is None:
+            return None
+        self._bound = bound
+        told = self._told
+        if told is not None:
+            told.measured = len(bound.params)
+            told.elements = bound.at.sizes if told.detail else None
+        return self._conclude(verdict, bound.params)
 
     def _update(self, verdict: Verdict, gradients: Gradients) -> None:
         """Steps each optimizer on its gradients, or none."""

@@ -90,30 +90,25 @@ class Settling:
     """Lets the device settle the next steps, or has the policies asked, and counts the former."""
 
     def __init__(self, monkeypatch):
-        from gradilocks.kernels import triton_settle
-
         self.count = 0
         self.allowed = True
-        begin = Engine.begin
-
-        def counting(settle):
-            def counted(*args, **options):
-                self.count += 1
-                return settle(*args, **options)
-
-            return counted
+        begin, settle, again = Engine.begin, Engine._settled, Engine.again
 
         def guarded(*args):
             return self.allowed and begin(*args)
 
-        settlers = [triton_settle.Settler]
-        if native.library() is not None:
-            from gradilocks.kernels import native_backend
+        def counted(*args, **options):
+            self.count += 1
+            return settle(*args, **options)
 
-            settlers.append(native_backend.Settler)
-        for settler in settlers:
-            monkeypatch.setattr(settler, "settle", counting(settler.settle))
+        def repeated(*args):
+            verdict = again(*args) if self.allowed else None
+            self.count += verdict is not None
+            return verdict
+
         monkeypatch.setattr(Engine, "begin", guarded)
+        monkeypatch.setattr(Engine, "_settled", counted)
+        monkeypatch.setattr(Engine, "again", repeated)
 
 
 def read_at_once(monkeypatch):

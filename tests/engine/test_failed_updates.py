@@ -57,6 +57,16 @@ class Failing:
             return real(*args, **kwargs)
 
         monkeypatch.setattr(owner, method, failing)
+        if method == "launch_step":  # A step that is taken again has bound its launches.
+            bind = owner.bound_step
+            monkeypatch.setattr(owner, "bound_step", lambda *args: self.bound(bind(*args)))
+
+    def bound(self, stepping):
+        def failing(stream):
+            self.fail()
+            return stepping(stream)
+
+        return None if stepping is None else failing
 
     def fail(self, *_):
         if self.times:
@@ -83,6 +93,8 @@ def trained(device, monkeypatch, make, fail_at=(), *, after=None, method="step")
         control.zero_grad()
         bad = NAN if number in (2, 3) else None
         control.backward(loss_giving(*pairs(params, number, bad)))
+        if method == "ready":  # A step that is taken again has been made ready.
+            control._bound = None
         if number in fail_at:
             before, held = control.state_dict(), contents(optimizer)
             failing.times = 2

@@ -31,6 +31,7 @@ __all__ = [
     "BACKENDS",
     "ORDERS",
     "Backend",
+    "BoundSettling",
     "KernelFailed",
     "OptimizerKernels",
     "Settler",
@@ -75,10 +76,28 @@ class Backend(Protocol):
         """Bounds the magnitude of every element in place; NaN stays NaN."""
 
 
+class BoundSettling(Protocol):
+    """A step that was settled, to be settled again on the same tables, rules and state."""
+
+    def begin(self, stream: int | None) -> bool:
+        """Begins to measure; False, and nothing has been done, if that cannot be done from here."""
+
+    def settle(self, stream: int | None, loss: Tensor | None, settings: Tensor) -> StepRecord:
+        """Decides, and moves the scale, the streak and the count of steps on.
+
+        Args:
+            stream: the device's current one, as `begin` was given it.
+            loss: 0-d, of the same dtype as the loss of the step that was settled.
+            settings: of the optimizer's groups, which alone of its tables may be another.
+        """
+
+
 class Settler(Protocol):
     """Settles the steps of one engine by the rules of its policies, on the device."""
 
     device: torch.device
+    decision: Decision
+    """Of the latest step: the same tensors at every step."""
 
     def begin(
         self, gradients: AddressedTensors, clip: Any, scale: Any, *, largest_finite: float
@@ -105,6 +124,15 @@ class Settler(Protocol):
     ) -> tuple[Decision, StepRecord]:
         """Decides, and moves the scale, the streak and the count of steps on."""
 
+    def bound(
+        self, *, loss: Tensor | None, unscaled: bool, moves: bool, rating: Any
+    ) -> BoundSettling | None:
+        """The step that was settled last, to be settled again; None if it cannot be bound.
+
+        Args:
+            loss, unscaled, moves, rating: as `settle` was given them, without an overflow.
+        """
+
     def undo(self, record: StepRecord, state: ScaleState, streak: Tensor, steps: Tensor) -> None:
         """Puts back what `settle` has moved on."""
 
@@ -129,6 +157,18 @@ class OptimizerKernels(Protocol):
         kept: dict[Hashable, Any],
     ) -> None:
         """Steps every tensor by "adam" or "sgd"; `kept` is what it may keep for the next step."""
+
+    def bound_step(
+        self, chunking: Chunking, kept: dict[Hashable, Any]
+    ) -> Callable[[int | None], object] | None:
+        """The step that `launch_step` took last, to be taken again on a stream.
+
+        Args:
+            chunking, kept: as `launch_step` was given them.
+
+        Returns:
+            None if it cannot be bound.
+        """
 
 
 class SettlingBackend(Backend, Protocol):

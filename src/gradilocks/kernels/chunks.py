@@ -19,7 +19,8 @@ from torch import Tensor
 
 from gradilocks.kernels import native, pieces
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
-from gradilocks.kernels.host_numbers import send, send_into, stream_of
+from gradilocks.kernels.guards import Guard, attribute, empty
+from gradilocks.kernels.host_numbers import STAGED, send, send_into, stream_of
 
 __all__ = [
     "CHUNK",
@@ -266,6 +267,19 @@ class Addresses:
                 made.change(numbers[begin:end])
         self._parts[begin, end] = numbers, made
         return made
+
+    def guards(self) -> list[Guard]:
+        """What must be as it is now for launches that are bound to its tables to serve again."""
+        return [*attribute(self, "_own", "_located"), *empty(self._in_captures)]
+
+    def own_table(self) -> tuple[Tensor | None, int | None]:
+        """Where the kernels read the addresses and the stream on which they may be written there.
+
+        None if nobody may: others read there too, a graph does, or they are too many.
+        """
+        if self._own is None or self._in_captures or self.numbers.nbytes > STAGED:
+            return None, None
+        return self._own
 
     def change(self, numbers: Tensor) -> None:
         """From here on the tensors lie elsewhere; their sizes and kinds are the same.

@@ -15,10 +15,10 @@ from gradilocks._torch import current_stream
 from gradilocks.kernels import native
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 
-__all__ = ["numbers_on", "send", "send_into", "stream_of"]
+__all__ = ["STAGED", "numbers_on", "send", "send_into", "stream_of"]
 
 _MOST_KEPT = 64
-_STAGED = 1 << 16
+STAGED = 1 << 16
 """So many bytes the driver takes over before it returns; more is pinned, or it might wait."""
 
 
@@ -33,7 +33,7 @@ def send(numbers: Tensor | array[int], device: torch.device) -> Tensor:
         return numbers.to(device, copy=True)
     if numbers.numel() == 0:
         return torch.empty_like(numbers, device=device)
-    if numbers.nbytes > _STAGED or capturing():
+    if numbers.nbytes > STAGED or capturing():
         numbers = numbers.pin_memory()
         keep_if_captured(numbers)  # It is sent again at every replay.
     return numbers.to(device, non_blocking=True)
@@ -50,9 +50,9 @@ def send_into(there: Tensor, numbers: Tensor, stream: int | None) -> None:
         numbers: int64, of as many elements.
         stream: the current one of that device, as `stream_of` has it.
     """
-    library = native.library() if there.is_cuda and numbers.nbytes <= _STAGED else None
+    library = native.library() if there.is_cuda and numbers.nbytes <= STAGED else None
     if library is None or not library.cuda_upload(there, numbers, there.get_device(), stream):
-        pinned = there.is_cuda and numbers.nbytes > _STAGED
+        pinned = there.is_cuda and numbers.nbytes > STAGED
         there.copy_(numbers.pin_memory() if pinned else numbers, non_blocking=True)
 
 

@@ -172,9 +172,10 @@ class Settler:
         self._skip = torch.zeros((), **_FLOAT)
         self._divisor = torch.ones((), **_FLOAT)
         self._multiplier = torch.ones((), **_WIDE)
-        self._decision = Decision(self._skip, self._multiplier, divisor=self._divisor)
+        self.decision = Decision(self._skip, self._multiplier, divisor=self._divisor)
         self._prepared_for: tuple[object, ...] = ()
         self._checked: tuple[Tensor, ...] = ()
+        self._latest: BoundSettling | None = None
 
     def begin(
         self, gradients: AddressedTensors, clip: Any, scale: Any, *, largest_finite: float
@@ -212,27 +213,28 @@ class Settler:
             overflow: 0-d; above 0 if NaN or Inf were found in the gradients before.
             rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         """
-        located = gradients.at.located
         moving = (state.scale, state.growth_tracker, state.hysteresis, streak, steps)
         if not self._checked or any(map(operator.is_not, moving, self._checked)):
             _check(moving, _MOVING)
             self._checked = moving
-        if loss is not None and loss.dtype not in CODES:
-            loss = loss.to(torch.float64)
-        found = torch.empty(5, len(gradients), **_WIDE)
-        row = torch.empty(12, **_WIDE)
-        kernel, tables = (None, ()) if rating is None else rating
-        chunks_of(located).settle(
-            _address(located.pointers), ORDERS[clip.order], clip.max_norm is not None,
-            moves and scale.moves, unscaled, overflow is not None and bool(overflow > 0),
-            0 if loss is None else _address(loss), 0 if loss is None else CODES[loss.dtype],
-            *map(_address, (found, row, self._rules, *moving)),
-            *map(_address, (self._skip, self._divisor, self._multiplier)),
-            0 if kernel is None else OPTIMIZERS[kernel], *map(_address, tables),
-        )  # fmt: skip
-        return self._decision, StepRecord(
-            row, self._skip, lambda: statistics_of(found), lambda: found[3:].view(-1)
+        results = (self._skip, self._divisor, self._multiplier)
+        rules = ORDERS[clip.order], clip.max_norm is not None, moves and scale.moves, unscaled
+        bound = self._latest = BoundSettling(
+            gradients.at.located, rules, (self._rules, *moving, *results), rating
         )
+        overflows = overflow is not None and bool(overflow > 0)
+        settings = None if rating is None else rating[1][2]
+        return self.decision, bound.settle(None, loss, settings, overflows=overflows)
+
+    def bound(
+        self, *, loss: Tensor | None, unscaled: bool, moves: bool, rating: Any
+    ) -> BoundSettling | None:
+        """The step that was settled last, to be settled again.
+
+        Args:
+            loss, unscaled, moves, rating: as `settle` was given them.
+        """
+        return self._latest
 
     @staticmethod
     def undo(record: StepRecord, state: ScaleState, streak: Tensor, steps: Tensor) -> None:
@@ -240,8 +242,81 @@ class Settler:
         put_back(record, state, streak, steps)
 
 
+class BoundSettling:
+    """A step to be settled, as often as one likes, on the same tables, rules and state.
+
+    Args:
+        located: the gradients.
+        rules: the order of the norm as the kernels call it, whether it is bounded, whether the
+            scale may move, and whether the gradients have lost it.
+        standing: the rules' numbers, what moves on, and the decision, in the kernel's order.
+        rating: "adam" or "sgd", and its tables, for rates to be worked out on the way, or None.
+    """
+
+    def __init__(
+        self,
+        located: Located,
+        rules: tuple[int, bool, bool, bool],
+        standing: tuple[Tensor, ...],
+        rating: tuple[str, tuple[Tensor, Tensor, Tensor, Tensor]] | None,
+    ) -> None:
+        kernel, tables = (None, ()) if rating is None else rating
+        self._held = located, standing, tables  # So that what the addresses say stays there.
+        self._count, self._settle = located.chunking.count, chunks_of(located).settle
+        self._first = _address(located.pointers), *rules
+        self._standing = tuple(map(_address, standing))
+        self._skip = standing[-3]
+        self._kernel = 0 if kernel is None else OPTIMIZERS[kernel]
+        own, groups, _, rates = map(_address, tables) if tables else (0, 0, 0, 0)
+        self._own, self._rates = (own, groups), rates
+
+    def begin(self, stream: int | None) -> bool:
+        """Does nothing: the CPU measures when it settles."""
+        return True
+
+    def settle(
+        self,
+        stream: int | None,
+        loss: Tensor | None,
+        settings: Tensor | None,
+        *,
+        overflows: bool = False,
+    ) -> StepRecord:
+        """Measures, decides, and moves the scale, the streak and the count of steps on.
+
+        Args:
+            stream: None; of a GPU it would be the current one.
+            loss: 0-d; to be looked at for NaN and Inf.
+            settings: of the optimizer's groups; None where no rates are worked out.
+            overflows: whether NaN or Inf were found in the gradients before.
+        """
+        if loss is not None and loss.dtype not in CODES:
+            loss = loss.to(torch.float64)
+        found = torch.empty(5, self._count, **_WIDE)
+        row = torch.empty(12, **_WIDE)
+        tables = () if settings is None else (*self._own, _address(settings), self._rates)
+        self._settle(
+            *self._first, overflows,
+            0 if loss is None else _address(loss), 0 if loss is None else CODES[loss.dtype],
+            _address(found), _address(row), *self._standing, self._kernel, *tables,
+        )  # fmt: skip
+        return StepRecord(row, self._skip, lambda: statistics_of(found), lambda: found[3:].view(-1))
+
+
 settler = Settler
 """Makes what settles the steps of one engine."""
+
+
+class _BoundStep:
+    """A step of `gradilocks.optim` on what lies where it lay; it holds the tables."""
+
+    def __init__(self, chunks: Any, kernel: str, *tables: Tensor | None) -> None:
+        self._step, self._tables = chunks.step, tables
+        addresses = [0 if tensor is None else _address(tensor) for tensor in tables]
+        self._args = OPTIMIZERS[kernel], *addresses
+
+    def __call__(self, _: int | None) -> None:
+        self._step(*self._args)
 
 
 class Optimizers:
@@ -293,6 +368,20 @@ class Optimizers:
             OPTIMIZERS[kernel], *map(_address, (places, gradients, rates)),
             0 if skip is None else _address(skip), 0 if divisor is None else _address(divisor),
         )  # fmt: skip
+        kept["last", chunking] = kernel, places, gradients, rates, skip, divisor
+
+    @staticmethod
+    def bound_step(
+        chunking: Chunking, kept: dict[Hashable, Any]
+    ) -> Callable[[int | None], object] | None:
+        """The step that `launch_step` took last, to be taken again.
+
+        Args:
+            chunking, kept: as `launch_step` was given them.
+        """
+        if chunking not in kept:
+            return None
+        return _BoundStep(kept[chunking], *kept["last", chunking])
 
 
 optimizers = Optimizers()

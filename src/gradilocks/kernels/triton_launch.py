@@ -190,6 +190,15 @@ class BoundLaunch:
         self._args = tuple([0 if k in changing else arg for k, arg in enumerate(args)])
         self._quick: Callable[..., object] | None = None
 
+    @property
+    def quick(self) -> Callable[..., object] | None:
+        """What launches it from C++, called with the stream and what has changed.
+
+        It returns False, and has done nothing, in a thread that has not used the GPU yet. None
+        before it has run, and where C++ launches nothing. Its device is to be the current one.
+        """
+        return self._quick
+
     def __call__(self, *changed: Any) -> None:
         """Runs it on the device's current stream; `changed` in the order of `changing`."""
         index, quick = self._index, self._quick

@@ -15,7 +15,7 @@ at all is done if the step is skipped, and the gradients are never written.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -397,6 +397,31 @@ def launch_step(
         kept[chunking] = given, launches
     for launch in launches:
         launch()
+
+
+def bound_step(
+    chunking: Chunking, kept: dict[Hashable, Any]
+) -> Callable[[int | None], object] | None:
+    """The launches that `launch_step` made last, to be made again on a stream.
+
+    Args:
+        chunking, kept: as `launch_step` was given them.
+
+    Returns:
+        None if C++ does not launch them. To be called while their device is the current one.
+    """
+    _, launches = kept.get(chunking, ((), ()))
+    quick = [launch.quick for launch in launches]
+    if not quick or None in quick:
+        return None
+    if len(quick) == 1:
+        return quick[0]  # type: ignore[no-any-return]
+
+    def step(stream: int | None) -> None:
+        for launch in quick:
+            launch(stream)
+
+    return step
 
 
 def _bound_steps(

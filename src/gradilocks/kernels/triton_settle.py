@@ -35,7 +35,7 @@ from gradilocks.kernels.triton_measure import (
 from gradilocks.kernels.triton_optimizers import adam_rates, sgd_rates
 from gradilocks.values import Decision, NonFinite, ScaleState, StepRecord
 
-__all__ = ["Settler", "advance", "limit", "look"]
+__all__ = ["BoundSettling", "Settler", "advance", "limit", "look"]
 
 _LARGEST = torch.finfo(torch.float64).max
 _ROW = 12
@@ -58,10 +58,10 @@ class Settler:
         self._multiplier = torch.ones((), dtype=torch.float64, device=device)
         self._arrived = torch.zeros((), dtype=torch.int32, device=device)
         self._results = (self._skip, self._divisor, self._multiplier)
-        self._decision = Decision(self._skip, self._multiplier, divisor=self._divisor)
+        self.decision = Decision(self._skip, self._multiplier, divisor=self._divisor)
         self._prepared_for: tuple[object, ...] = ()
         self._located: Located | None = None
-        self._rows = _Slab(_ROW, device)
+        self._rows = Slab(_ROW, device)
         # Launches on what stays from step to step, and for which state and optimizer.
         self._measuring: list[BoundLaunch] = []
         self._settling: dict[Hashable, BoundLaunch] = {}
@@ -127,11 +127,7 @@ class Settler:
             self._settling_for = id(state), id(streak), id(rates)
             self._held = state, streak, rates  # So that no other has their ids.
             self._settling.clear()
-        # The kernel's constants, but for those that follow from the rules and from `rates`.
-        key = (
-            moves, unscaled, None if loss is None else loss.dtype,
-            None if overflow is None else overflow.dtype,
-        )  # fmt: skip
+        key = _settling_key(moves, unscaled, loss, overflow)
         launch = self._settling.get(key)
         if launch is None:
             kernel, args = settling(
@@ -148,17 +144,36 @@ class Settler:
         if captured:
             keep_if_captured(self._standing, self._scratch)
             self._located = None  # What a graph sends is there only when it is replayed.
-        return self._decision, StepRecord(
-            partial(torch.narrow, row, 0, row_at, _ROW),
-            self._skip,
-            lambda: statistics_of(found.narrow(0, found_at, 5 * count).view(5, count)),
-            partial(torch.narrow, found, 0, found_at + 3 * count, 2 * count),
-        )
+        return self.decision, _record_at(row, row_at, found, found_at, count, self._skip)
+
+    def bound(
+        self, *, loss: Tensor | None, unscaled: bool, moves: bool, rating: Any
+    ) -> BoundSettling | None:
+        """The step that was settled last, to be settled again; None if C++ does not launch it.
+
+        Args:
+            loss, unscaled, moves, rating: as `settle` was given them.
+        """
+        settling = self._settling.get(_settling_key(moves, unscaled, loss, None))
+        measuring = [launch.quick for launch in self._measuring]
+        if self._located is None or settling is None or rating is None:
+            return None
+        if settling.quick is None or None in measuring:
+            return None
+        return BoundSettling(self, self._located.chunking.count, measuring, settling.quick)
 
     @staticmethod
     def undo(record: StepRecord, state: ScaleState, streak: Tensor, steps: Tensor) -> None:
         """Puts back what `settle` has moved on."""
         put_back(record, state, streak, steps)
+
+    def slabs(self) -> tuple[Slab, Slab]:
+        """Room for what each gradient and each step leaves behind."""
+        return self._found, self._rows
+
+    def skip_flag(self) -> Tensor:
+        """float32, 0-d: 1 if the latest step was skipped."""
+        return self._skip
 
     def _prepare(self, located: Located, clip: Any, scale: Any, largest_finite: float) -> None:
         wanted: tuple[object, ...] = (located.chunking, clip, scale, largest_finite)
@@ -168,14 +183,76 @@ class Settler:
             host = torch.tensor(numbers, dtype=torch.float64, device="cpu")
             self._numbers = send(host, self.device)
             self._scratch = scratch_for(located)
-            self._found = _Slab(5 * located.chunking.count, self.device)
+            self._found = Slab(5 * located.chunking.count, self.device)
         self._measuring = bound_measuring(located, self._scratch, order=clip.order)
         self._located, self._settling_for = located, ()
         # What a graph sends is there only when it is replayed.
         self._prepared_for = () if capturing() else wanted
 
 
-class _Slab:
+class BoundSettling:
+    """A step that was settled, to be settled again by the same launches.
+
+    Args:
+        settler: has settled it.
+        count: of the gradients.
+        measuring: what launches the measuring from C++.
+        settling: likewise what decides.
+    """
+
+    def __init__(
+        self, settler: Settler, count: int, measuring: list[Any], settling: Callable[..., object]
+    ) -> None:
+        self._count, self._measuring, self._settling = count, measuring, settling
+        self._found, self._rows = settler.slabs()
+        self._skip = settler.skip_flag()
+
+    def begin(self, stream: int | None) -> bool:
+        """Launches the measuring; False, and nothing has been done, if this thread has used no GPU.
+
+        Args:
+            stream: the current one of the device, which is the current one itself.
+        """
+        return False not in [launch(stream) for launch in self._measuring]
+
+    def settle(self, stream: int | None, loss: Tensor | None, settings: Tensor) -> StepRecord:
+        """Decides, and moves the scale, the streak and the count of steps on.
+
+        Args:
+            stream: as `begin` was given it.
+            loss: 0-d, of the dtype that it was bound with.
+            settings: of the optimizer's groups.
+        """
+        found, found_at = self._found.take(stream, False)
+        row, row_at = self._rows.take(stream, False)
+        loss = row if loss is None else loss
+        self._settling(stream, found, loss, row, row, settings, found_at, row_at)
+        return _record_at(row, row_at, found, found_at, self._count, self._skip)
+
+
+def _settling_key(
+    moves: bool, unscaled: bool, loss: Tensor | None, overflow: Tensor | None
+) -> tuple[object, ...]:
+    """The kernel's constants, but for those that follow from the rules and from the rates."""
+    return (
+        moves, unscaled, None if loss is None else loss.dtype,
+        None if overflow is None else overflow.dtype,
+    )  # fmt: skip
+
+
+def _record_at(
+    row: Tensor, row_at: int, found: Tensor, found_at: int, count: int, skip: Tensor
+) -> StepRecord:
+    """What a step has left in its places of two slabs."""
+    return StepRecord(
+        partial(torch.narrow, row, 0, row_at, _ROW),
+        skip,
+        lambda: statistics_of(found.narrow(0, found_at, 5 * count).view(5, count)),
+        partial(torch.narrow, found, 0, found_at + 3 * count, 2 * count),
+    )
+
+
+class Slab:
     """Room for what several steps leave behind: an allocation a step takes the host 8 µs (H200's).
 
     Args:

@@ -21,11 +21,13 @@ from gradilocks import kernels
 from gradilocks._torch import (
     AMP_FLAG,
     BEGINS_GROUP,
+    STEP_HOOKS,
     TensorBase,
     has_step_hooks,
     has_step_pre_hooks,
     is_profiling,
     note_stepped,
+    step_hooks,
     unhooked,
     version,
 )
@@ -33,6 +35,7 @@ from gradilocks.eager import eager
 from gradilocks.kernels import KernelFailed, native
 from gradilocks.kernels.chunks import chunking_for, note_written
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
+from gradilocks.kernels.guards import Guard, attribute, empty, item
 from gradilocks.kernels.host_numbers import send
 from gradilocks.names import Names
 from gradilocks.optim.optimizer_state import (
@@ -190,6 +193,57 @@ class Plan:
         entries = _entries(optimizer.param_groups)
         return len(entries) == len(known) and all(map(operator.is_, entries, known))
 
+    def bound_step(self) -> Callable[[int | None], object] | None:
+        """What takes the step again that was taken last, on a stream; None if nothing can."""
+        if self._copied or not self.has_run or self._dropped:
+            return None
+        return self._kernels.bound_step(self.chunking, self._kept)
+
+    def guards(self) -> list[Guard]:
+        """What must be as it is now for the plan to fit, besides what `watched_by` looks at."""
+        return attribute(self, "_dropped")
+
+    def watched_by(self, library: Any, optimizer: Any, table: Tensor | None) -> Any:
+        """What looks, in C++, at all that `fits` and the walk over the gradients look at.
+
+        Args:
+            library: the native one.
+            optimizer: whose plan it is.
+            table: where new addresses of gradients may be written to, if anywhere.
+
+        Returns:
+            None if Python walks.
+        """
+        walker = self.found.walker
+        if walker is None or any(type(tensor) is not Tensor for tensor in self._watched):
+            return None
+        on_cpu = self.device.type == "cpu"
+        at_a_time = len(self._watched) if on_cpu else WATCHED
+        number = -1 if on_cpu else self.device.index
+        watch = library.step_watch(walker, self._watched, at_a_time, table, number)
+        # What masters follow is looked at in Python, at every step.
+        known = self._has_same_entries(optimizer) and not self._masters
+        watch.know(optimizer.param_groups if known else None)
+        return watch
+
+    def follow(self, optimizer: Any, watch: Any) -> bool:
+        """Takes over what has changed in the groups since the last step, or in what masters follow.
+
+        Args:
+            optimizer: whose plan it is.
+            watch: is told what the groups have from here on.
+
+        Returns:
+            False if the plan does not fit any more; it has taken over nothing then.
+        """
+        self._is_unchanged = self._has_same_entries(optimizer)
+        if not self._is_unchanged and _shape(optimizer) != self._shape:
+            return False
+        self.ready(optimizer)
+        known = self._entries is not None and not self._masters
+        watch.know(optimizer.param_groups if known else None)
+        return True
+
     def drop(self) -> None:
         """Lets go of the state, of which something is about to be replaced."""
         self._dropped, self._entries = True, None
@@ -252,12 +306,22 @@ class Plan:
             if not rated:  # Else whoever has had them worked out takes them back.
                 optimizer.undo_rates(skip)
             raise
-        note_written(found.params)
+        self.note_written()
         if capturing():
             keep_if_captured(self, self.settings, skip, divisor, *self._held)
         self.has_run = True
+
+    def note_written(self) -> None:
+        """The kernels have written to the parameters."""
+        params = self.found.params
+        note_written(params)
         if self._masters:
-            self._versions = [version(found.params[place]) for place in self._masters]
+            self._versions = [version(params[place]) for place in self._masters]
+
+    def note_taken(self, optimizer: Any) -> None:
+        """The step has been taken again, by what `bound_step` returned."""
+        self.note_written()
+        note_stepped(optimizer)
 
     def _step_copies(self, optimizer: Any, skip: Tensor | None, divisor: Tensor | None) -> None:
         """Goes through dense copies of those few that do not lie as their gradient does."""
@@ -408,7 +472,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Ends every constructor, and every return from a pickle or a checkpoint."""
         self.changes = Changes()
         self.state: Any = OptimizerState(self.changes, self.state)
-        before = self.__dict__.get("_table")
+        before, plan = self.__dict__.get("_table"), self.__dict__.get("_plan")
+        if plan is not None:  # A step that may be taken again holds it, and it the state.
+            plan.drop()
         self._table = GradientTable(may_share=True)
         if before is not None:  # Graphs from before a checkpoint was loaded go on.
             self._table.captured, self._table.keeping = before.captured, before.keeping
@@ -586,6 +652,31 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.no_grad(), handing_over(self, grad_scale=divisor, found_inf=skip):
                 step_by_torch(self, self._torch_step)
         note_stepped(self)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the latest step was launched by; None before the first, and if torch took it."""
+        return self._plan
+
+    def guards(self, plan: Plan) -> list[Guard]:
+        """What must be as it is now for the next step to be taken as the last one was.
+
+        Whose function `step` is, that nobody listens, that nobody has set `grad_scale` or
+        `found_inf`, and that `plan` is still the plan: what `gradients`, `is_direct` and `ready`
+        ask one by one.
+        """
+        kind = type(self)
+        own = ("step", "grad_scale", "found_inf", AMP_FLAG, "state", "changes", "_plan", "_table")
+        return [
+            *attribute(self, "__class__"),
+            *attribute(kind, "step"),
+            *item(self.__dict__, *own, "_looked_at"),
+            *attribute(self.state, "changes"),
+            *attribute(self._table, "_found"),
+            *attribute(self, *STEP_HOOKS),
+            *empty(*step_hooks(self)),
+            *plan.guards(),
+        ]
 
     def _step_on_device(self) -> bool:
         """Steps with the kernels; False if torch has to do it."""

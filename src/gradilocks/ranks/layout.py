@@ -25,6 +25,7 @@ from gradilocks._torch import (
     local_tensor,
 )
 from gradilocks.kernels import native
+from gradilocks.kernels.guards import Guard, attribute, empty, item
 from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.values import RankGroup
 
@@ -50,6 +51,7 @@ __all__ = [
     "my_rank",
     "placed_like",
     "rank_groups_of",
+    "rank_guards",
     "ranks_in",
     "ranks_on",
     "refuse_fsdp1_shards",
@@ -62,6 +64,7 @@ __all__ = [
 ]
 
 _Name = Callable[[Tensor], str]
+_DISTRIBUTED = "torch.distributed.distributed_c10d"
 
 
 class Layout(NamedTuple):
@@ -77,7 +80,7 @@ class Layout(NamedTuple):
 
 def has_other_ranks() -> bool:
     """Whether other ranks train along."""
-    dist = sys.modules.get("torch.distributed.distributed_c10d")  # Missing where it is not built.
+    dist = sys.modules.get(_DISTRIBUTED)  # Missing where it is not built.
     if dist is None:
         return False
     try:
@@ -85,6 +88,18 @@ def has_other_ranks() -> bool:
     except AttributeError:
         is_one_of_several = dist.is_initialized()
     return is_one_of_several and world_size() > 1
+
+
+def rank_guards() -> list[Guard]:
+    """What must be as it is now for `has_other_ranks` to say the same."""
+    known = item(sys.modules, _DISTRIBUTED)
+    dist: Any = sys.modules.get(_DISTRIBUTED)
+    if dist is None:
+        return known
+    try:
+        return [*known, *attribute(dist, "_world"), *attribute(dist._world, "_default_pg")]
+    except AttributeError:  # As `default_group` may be missing: nobody can say.
+        return empty(("unknown",))
 
 
 def replicas_of(model: object) -> Any:

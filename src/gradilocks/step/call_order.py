@@ -25,6 +25,7 @@ from gradilocks._torch import version, watch_clips
 from gradilocks.eager import users_line
 from gradilocks.errors import ScaleMisuse, SharedParameter
 from gradilocks.kernels import native
+from gradilocks.kernels.guards import Guard, attribute
 from gradilocks.ranks.layout import has_other_ranks
 
 __all__ = [
@@ -92,6 +93,10 @@ class CallOrder:
         self.scaled, self.handed_out = whole.scaled, whole.handed_out
         self.unscaled, self.number = whole.unscaled, whole.number
         self._warned, self.is_part = whole._warned, True
+
+    def guards(self) -> list[Guard]:
+        """What must be as it is now for the gradients to be of the same kind at the next step."""
+        return attribute(self, "scaled", "unscaled")
 
     def check_backward(self, params: Sequence[Tensor]) -> None:
         """Before gradients are added to what is there: the first, the last and a few between."""

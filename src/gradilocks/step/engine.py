@@ -24,7 +24,13 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks._torch import AMP_FLAG
+from gradilocks._torch import (
+    AMP_FLAG,
+    current_device,
+    current_stream,
+    is_capturing,
+    is_profiling,
+)
 from gradilocks.checks import refuse_misfits
 from gradilocks.clip import (
     ClipPolicy,
@@ -34,7 +40,9 @@ from gradilocks.clip import (
     weights_of,
 )
 from gradilocks.errors import NeverFinite
+from gradilocks.kernels import native
 from gradilocks.kernels.cuda_graph import capturing
+from gradilocks.kernels.guards import Guard, attribute, item
 from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.kernels.reference import DOUBLE, summarize
 from gradilocks.names import Names, OwnedParameters, Placed
@@ -115,6 +123,7 @@ from gradilocks.values import (
 )
 
 __all__ = [
+    "BoundStep",
     "Engine",
     "Evidence",
     "Look",
@@ -156,6 +165,34 @@ class Verdict(NamedTuple):
     """Whether the gradients had lost the scale already."""
     together: Together | None = None
     """What all ranks have found, if several hold the model."""
+
+
+class BoundStep(NamedTuple):
+    """A step that the device has settled and `gradilocks.optim` has taken, to be taken again.
+
+    All that its launches were bound to, and what tells whether it is all as it was.
+    """
+
+    guards: Callable[[], bool]
+    """Whether all that the step depended on, besides what `watch` looks at, is as it was."""
+    watch: Any
+    """Looks at the optimizer's groups, parameters, gradients and state, in C++."""
+    optimizer: Any
+    plan: Any
+    """The optimizer's, of that step."""
+    at: Any
+    """The addresses of the gradients."""
+    device: torch.device
+    stream: int | None
+    """On which new addresses are written into the kernels' table; None if they cannot be."""
+    loss_dtype: torch.dtype | None
+    settling: kernels.BoundSettling
+    stepping: Callable[[int | None], object]
+    decision: Decision
+    params: list[Tensor]
+    """Those that have a gradient."""
+    names: Callable[[], Sequence[tuple[int, str]]]
+    """As an Outcome names them."""
 
 
 class Evidence(NamedTuple):
@@ -739,6 +776,117 @@ class Engine:
         step = None if self._counted is None else self._counted + 1
         outcome = Outcome(record, self.namer(gradients.params), step=step, live=captured)
         return Verdict(decision, outcome, record, True)
+
+    def bound(
+        self,
+        optimizer: Any,
+        gradients: Gradients,
+        *,
+        guards: Sequence[Guard],
+        unscaled: bool,
+        moves: bool,
+        rating: Any,
+    ) -> BoundStep | None:
+        """The step that `optimizer` has just taken as the device settled it, to be taken again.
+
+        Args:
+            optimizer: of `gradilocks.optim`, which has found `gradients` itself.
+            guards: what the caller's part of the step depends on.
+            gradients, unscaled, moves, rating: as in `decide`.
+
+        Returns:
+            None if it cannot be: there is no C++, or it does not make all of the launches.
+        """
+        plan, addressed, library = optimizer.plan, gradients.addressed, native.library()
+        if None in (self._settler, plan, addressed, library) or capturing():
+            return None
+        assert self._settler is not None
+        assert addressed is not None
+        device = self.state.scale.device
+        loss = self.losses.as_one(device)
+        settling = self._settler.bound(loss=loss, unscaled=unscaled, moves=moves, rating=rating)
+        stepping = plan.bound_step()
+        if settling is None or stepping is None:
+            return None
+        at = addressed.at
+        table, stream = at.own_table()
+        watch = plan.watched_by(library, optimizer, table)
+        if watch is None:
+            return None
+        depends_on = [
+            *guards,
+            *attribute(self, "_rules", "state", "steps", "_settler", "streak", "table"),
+            *attribute(self.streak, "count"),
+            *item(kernels.BACKENDS, device.type),
+            *self.table.guards(),
+            *at.guards(),
+            *optimizer.guards(plan),
+        ]
+        return BoundStep(
+            guards=library.guards(depends_on),
+            watch=watch,
+            optimizer=optimizer,
+            plan=plan,
+            at=at,
+            device=device,
+            stream=stream,
+            loss_dtype=None if loss is None else loss.dtype,
+            settling=settling,
+            stepping=stepping,
+            decision=self._settler.decision,
+            params=gradients.params,
+            names=self.namer(gradients.params),
+        )
+
+    def again(self, bound: BoundStep) -> Verdict | None:
+        """Takes a step once more, by the same launches, if all that they depend on is as it was.
+
+        That is what most steps of a run are. Of the sixty calls of the whole way there are left two
+        of C++ that look for changes, the launches, and what a step leaves behind.
+
+        Args:
+            bound: of the step before.
+
+        Returns:
+            None, and nothing has been decided, if something has changed: then the whole way finds
+            out what.
+        """
+        device, plan = bound.device, bound.plan
+        loss = self.losses.as_one(device)
+        if (None if loss is None else loss.dtype) is not bound.loss_dtype or not bound.guards():
+            return None
+        stream = None
+        if device.type == "cuda":
+            stream = current_stream(device.index)
+            if current_device() != device.index or is_capturing():
+                return None
+            if bound.stream is not None and stream != bound.stream:
+                return None
+        if is_profiling():  # A profile shows each step under its name.
+            return None
+        looked = bound.watch.look(bound.optimizer.param_groups, stream)
+        if looked is None:
+            return None
+        held, numbers, same_entries = looked  # The gradients are held until all is launched.
+        if numbers is not None:
+            bound.at.numbers = numbers
+        if not bound.settling.begin(stream):
+            return None
+        if not (same_entries or plan.follow(bound.optimizer, bound.watch)):
+            return None
+        record = bound.settling.settle(stream, loss, plan.settings)
+        step = None if self._counted is None else self._counted + 1
+        outcome = Outcome(record, bound.names, step=step)
+        verdict = Verdict(bound.decision, outcome, record, True)
+        try:
+            bound.stepping(stream)
+        except BaseException:
+            bound.optimizer.undo_rates(bound.decision.skip)
+            self.undo(verdict)
+            raise
+        del held
+        plan.note_taken(bound.optimizer)
+        return verdict
 
     def undo(self, verdict: Verdict) -> None:
         """After an update that failed: nothing has been decided."""

@@ -38,6 +38,7 @@ from gradilocks.kernels.chunks import (
     kinds_of,
 )
 from gradilocks.kernels.cuda_graph import capturing, keeping
+from gradilocks.kernels.guards import Guard, attribute, empty
 from gradilocks.kernels.host_numbers import stream_of
 from gradilocks.ranks.layout import (
     Layout,
@@ -371,6 +372,10 @@ class GradientTable:
         if found is not None and found.walker is not None and not found.walk(lists):
             self._found = None  # Another thread is at work on it.
         return self._found
+
+    def guards(self) -> list[Guard]:
+        """What must be as it is now for the next step to find the same."""
+        return [*attribute(self, "_found", "_summands"), *empty(self._summands)]
 
     def _renewed(self, found: TableGradients, lists: Lists) -> bool:
         """Whether nothing but addresses has changed since the last step, asked in Python."""

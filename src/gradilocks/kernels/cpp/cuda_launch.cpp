@@ -324,6 +324,8 @@ PyObject* make(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) {
   return reinterpret_cast<PyObject*>(made);
 }
 
+constexpr size_t kStaged = 1 << 16;  // So many bytes the driver takes over before it returns.
+
 // cuda_upload(to, numbers, device, stream): copies int64 of the host to a tensor on a GPU, in the
 // order of the stream; so few that the driver takes them over before it returns. False, and nothing
 // is done, if there is no such function or this thread has no context yet.
@@ -333,31 +335,13 @@ PyObject* upload(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) 
     return nullptr;
   }
   const long device = PyLong_AsLong(args[2]);
-  void* stream = PyLong_AsVoidPtr(args[3]);
-  if (PyErr_Occurred()) {
-    return nullptr;
-  }
-  uint64_t to = 0;
   const void* from = nullptr;
-  size_t room = 0, size = 0;
-  if (!cuda_address(args[0], static_cast<int>(device), &to) || !cpu_memory(args[1], &from, &size) ||
-      !memory_size(args[0], &room)) {
+  size_t size = 0;
+  if (PyErr_Occurred() || !cpu_memory(args[1], &from, &size)) {
     return nullptr;
   }
-  if (room != size) {
-    PyErr_Format(PyExc_ValueError, "cuda_upload was given %zu bytes for %zu", size, room);
-    return nullptr;
-  }
-  if (driver().copy == nullptr) {
-    Py_RETURN_FALSE;
-  }
-  int status = 0;
-  Py_BEGIN_ALLOW_THREADS status = driver().copy(to, from, size, stream);
-  Py_END_ALLOW_THREADS if (status == kInvalidContext) { Py_RETURN_FALSE; }
-  if (status != 0) {
-    return failed(status);
-  }
-  Py_RETURN_TRUE;
+  const int sent = send_numbers(args[0], from, size, static_cast<int>(device), args[3]);
+  return sent < 0 ? nullptr : PyBool_FromLong(sent);
 }
 
 PyMethodDef functions[] = {
@@ -373,6 +357,41 @@ PyMethodDef functions[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
+
+int send_numbers(PyObject* table, const void* numbers, size_t bytes, int device, PyObject* stream) {
+  size_t room = 0;
+  if (!memory_size(table, &room)) {
+    return -1;
+  }
+  if (room != bytes) {
+    PyErr_Format(PyExc_ValueError, "%zu bytes were given for a table of %zu", bytes, room);
+    return -1;
+  }
+  if (device < 0) {
+    const void* to = nullptr;
+    if (!cpu_memory(table, &to, &room)) {
+      return -1;
+    }
+    std::memcpy(const_cast<void*>(to), numbers, bytes);
+    return 1;
+  }
+  uint64_t to = 0;
+  void* on = PyLong_AsVoidPtr(stream);
+  if (PyErr_Occurred() || !cuda_address(table, device, &to)) {
+    return -1;
+  }
+  if (driver().copy == nullptr || bytes > kStaged) {
+    return 0;
+  }
+  int status = 0;
+  Py_BEGIN_ALLOW_THREADS status = driver().copy(to, numbers, bytes, on);
+  Py_END_ALLOW_THREADS if (status == kInvalidContext) { return 0; }
+  if (status != 0) {
+    failed(status);
+    return -1;
+  }
+  return 1;
+}
 
 bool add_cuda_launch(PyObject* module) {
   static PyMemberDef members[] = {

@@ -35,4 +35,9 @@ bool cuda_address(PyObject* tensor, int device, uint64_t* out);
 bool cpu_memory(PyObject* tensor, const void** out, size_t* bytes);
 bool memory_size(PyObject* tensor, size_t* bytes);
 
+// Copies int64 of the host into a table of as many bytes, on GPU `device` in the order of a stream,
+// or on the CPU (-1). 1 if it has, 0 if it cannot be done from here and nothing has been done, -1
+// with a Python error set.
+int send_numbers(PyObject* table, const void* numbers, size_t bytes, int device, PyObject* stream);
+
 }  // namespace gradilocks

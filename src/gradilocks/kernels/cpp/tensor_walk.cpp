@@ -7,6 +7,7 @@
 #include "gradient_walk.h"
 #include "native.h"
 #include "parameter_marks.h"
+#include "step_watch.h"
 #include "weight_sample.h"
 
 namespace gradilocks {
@@ -57,7 +58,7 @@ bool cpu_memory(PyObject* given, const void** out, size_t* bytes) {
 
 bool add_tensor_walk(PyObject* module) {
   return add_gradient_walk(module) && add_gradient_meter(module) && add_gradient_marks(module) &&
-         add_parameter_marks(module) && add_weight_sample(module);
+         add_parameter_marks(module) && add_step_watch(module) && add_weight_sample(module);
 }
 
 }  // namespace gradilocks
