@@ -272,8 +272,10 @@ class GradientControl:
         self._exchange: LossExchange | None = None
         # Of the last checkpoint, until it is in a run file: how many steps of each optimizer.
         self._loaded: Sequence[int] = ()
-        # Loaded before there was an optimizer.
+        # Loaded before there was an optimizer, or left by those that were released.
         self._waiting_state: Mapping[str, Any] | None = None
+        # In the places of optimizers that were released, until others are bound or loaded for.
+        self._released: tuple[Any, ...] = ()
         if optimizers:
             self._take(checked_optimizers(optimizers), model)
         config = checked_config(config)
@@ -347,14 +349,16 @@ class GradientControl:
         if not checked:
             raise TypeError("bind() takes the optimizers that the control is to step, got none.")
         known = self._names.model if model is None else model
-        before, names = self._optimizers, self._names.model
-        waited, unclaimed = self._waiting_state, self._all_unclaimed()
+        bound, names = self._optimizers, self._names.model
+        before = bound or self._released
+        waited = None if self._released else self._waiting_state
+        unclaimed = self._unclaimed if self._released else self._all_unclaimed()
         claims = self._claims(checked, unclaimed, known, had=before)
         losses, parts = self._engine.losses, self._states_of_parts()
-        state = whole = self._engine.saved() if before else self._waiting_state
+        state = whole = self._engine.saved() if bound else self._waiting_state
         if waited is not None and state is waited:
             state = self._of_those_met(waited)
-        kept = self._engine.remembered(every_parameter(checked)) if before else None
+        kept = self._engine.remembered(every_parameter(checked)) if bound else None
         # By their new places; of one that is made anew, by the place of the one before.
         places = {id(optimizer): k for k, optimizer in enumerate(checked)}
         parts = {
@@ -383,9 +387,9 @@ class GradientControl:
             try:
                 steps = self._engine.load(state, self._ranks, changed=self._grows)
             except BadState:
-                if before:
+                if bound:
                     assert whole is not None
-                    self._take(before, names)
+                    self._take(bound, names)
                     self._engine.load(whole, self._ranks, changed=self._grows)
                 else:
                     self._optimizers = ()
@@ -395,7 +399,7 @@ class GradientControl:
                 self._engine.remember(kept)
         losses.adds_up = self._engine.losses.adds_up
         self._engine.losses = losses  # Gradients of theirs may be waiting.
-        self._waiting_state = None
+        self._waiting_state, self._released = None, ()
         # Of one that is made anew in the place of another, what is known goes on.
         fresh = {k for k, each in enumerate(checked) if id(each) not in self._parts}
         self._part_states = {k: s for k, s in {**parts, **claimed}.items() if k in fresh}
@@ -414,6 +418,39 @@ class GradientControl:
             journal.goes_on_from(checked, counts, self._loaded)
         if waited is not None and steps is not None:
             self._tell_loaded()
+
+    def release(self) -> None:
+        """Lets its optimizers and their model go, so that their memory can be freed.
+
+        For frameworks that train one model after the other. Until `bind` gives it others it is as
+        if it had been made without. The scale, what the policies have learned, the step count and
+        the recorder go on, as if `bind` had put the next ones in the place of these; a loss whose
+        gradients were waiting is forgotten. The latest Outcome has its culprits' names, which waits
+        for the device; those before it name nobody any longer.
+        """
+        if not self._optimizers:
+            return
+        if self._judged:  # Else the scale would hear of these steps again after the next `bind`.
+            self._move_on()
+        state, released = self.state_dict(), tuple(object() for _ in self._optimizers)
+        journal = journal_of(self._events)
+        if journal is not None:
+            journal.rebind(self._optimizers, released)
+        part_states = self._states_of_parts()
+        for each in (self, *self._parts.values()):  # Outcomes hold rosters and names.
+            if each._outcome is not None:
+                each._outcome.describe()
+            each._engine.table.release()
+            each._names.use(None, ())
+        self._part_states, self._parts = part_states, {}
+        self._waiting_state, self._released = state, released
+        self._optimizers, self._numbers, self._claimed = (), {}, {}
+        self._bound = self._seen = self._weights = None
+        self._ranks_of, self._ranks = ([], b""), None
+        self._data_parallel, self._replicas = _nobody, None
+        self._engine.forget_parameters()
+        self._engine.losses.forget()
+        self._order.forget()
 
     def _of_those_met(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A checkpoint of which not all parameters may be here, as long as optimizers may come.
@@ -1012,6 +1049,7 @@ class GradientControl:
         if not self._optimizers:  # The scale counts from here on, the rest when it is bound.
             self._engine.load_scale(state_dict)
             self._waiting_state = state_dict
+            self._released, self._part_states, self._unclaimed = (), {}, {}
             return
         before = self._engine.next_step
         if len(self._optimizers) == 1 and len(saved) == 1 and not self._grows:
