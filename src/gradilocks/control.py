@@ -585,8 +585,9 @@ class GradientControl:
         """Records this control's steps from here on, as `record=` does from the first.
 
         At any time, also between `backward` and `step`: that step's loss is not known then. Steps
-        are numbered as `outcome.step` has them. After `load_state_dict`, before or after this, that
-        is by the checkpoint: in a file that is gone on in, the steps after it are superseded.
+        are numbered as `outcome.step` has them, but where `step()` and `step(only=)` are mixed: a
+        file counts both, for each optimizer. After `load_state_dict`, before or after this, they
+        are numbered by the checkpoint: in a file that is gone on in, those after it are superseded.
         Attached after the first step, what needs an agreement of several ranks is left out: tensors
         one by one where they hold the model together, losses of other ranks where each holds it.
 
