@@ -220,7 +220,7 @@ class GradientControl:
         self._optimizers: tuple[Any, ...] = ()
         # As it was made: a checkpoint may bring other settings.
         self._given_scale, self._given_clip = policies
-        self._names = Names(model, ())
+        self._names = self._told_names = Names(model, ())
         self._engine = Engine(*policies, names=self._names, give_up_after=give_up_after)
         # The parameters that `_ranks` is about, and whether each of them was trained.
         self._ranks_of: tuple[list[Tensor], bytes] = [], b""
@@ -1250,6 +1250,8 @@ class GradientControl:
         part._rank_options = options
         part._take((optimizer,), self._names.model, part=True)
         part._is_part, part._judged = True, self._judged
+        # As in steps of all: by other names, a run file would take it for another optimizer.
+        part._told_names = self._names
         part._schedules, part._events = self._schedules, self._events
         part._order.begin_like(self._order)
         state = self._part_states.pop(self._optimizers.index(optimizer), None)
@@ -1497,7 +1499,7 @@ class GradientControl:
             apart=self._is_part,
             scale=engine.state.scale,
             unscaled=self._order.unscaled,
-            names=self._names,
+            names=self._told_names,
             order=float(engine.clip_policy.order),
             scales=engine.scales,
             ranks=() if self._ranks is None else self._ranks.rank_group.ranks,
