@@ -115,9 +115,10 @@ def test_stages_meet_in_the_engine_and_in_who_drives_it() -> None:
 
 def test_data_and_kernels_know_nothing_of_what_is_above_them() -> None:
     below = {"values", "errors", "kernels", "_torch", "policy"}
+    aside = {"eager", "native_mode"}  # What torch.compile leaves alone; an environment variable.
     for path in TRAINING:
         if room(path) in below:
-            above = {m for m in modules_imported(path) if room_of(m) not in {*below, "eager"}}
+            above = {m for m in modules_imported(path) if room_of(m) not in {*below, *aside}}
             assert not above, f"{place(path)} imports {above}"
 
 
@@ -177,6 +178,8 @@ def test_who_shows_enters_other_rooms_by_their_doors(who: str) -> None:
 
 # Files that are their own doors: users import them so.
 DOORS = ("gradilocks.lab.formats", "gradilocks.integrations.", "gradilocks._version")
+# And what commands and kernels ask of the environment alike, which imports nothing.
+DOORS += ("gradilocks.native_mode",)
 
 
 def test_what_reports_needs_no_torch() -> None:

@@ -8,6 +8,7 @@ name used in another file, fail.
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import functools
 import importlib.util
@@ -322,14 +323,25 @@ def raw_stream(torch_, lost):
         )
 
 
+@contextlib.contextmanager
+def nobody_watching():
+    """torch's clip functions as in a fresh process; afterwards as they were.
+
+    Whoever watches them first does so for the whole process: a test that watches would take the
+    place of every control that comes after it.
+    """
+    clip = importlib.import_module("torch.nn.utils.clip_grad")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clip, "_group_tensors_by_device_and_dtype", _torch._sorts_gradients)
+        yield patch
+
+
 def clips(torch_, lost):
     """Without the name nobody is told, and torch's functions go on as they are."""
     clip, told = importlib.import_module("torch.nn.utils.clip_grad"), []
-    name = "_group_tensors_by_device_and_dtype"
     param = nn.Parameter(torch.ones(2))
     param.grad = torch.full((2,), 3.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clip, name, torch_._sorts_gradients)
+    with nobody_watching():
         lost.watch_clips(lambda *args: told.append(args))
         clip.clip_grad_norm_([param], 1.0)
         assert told == []
@@ -688,7 +700,7 @@ def fsdps_norm():
     param = nn.Parameter(torch.ones(2))
     param.grad = torch.tensor([3.0, 4.0])
     given = [param], 2.0, torch.zeros(()), torch.device("cpu")
-    with pytest.MonkeyPatch.context() as patch:
+    with nobody_watching() as patch:
         real = fsdp._get_grad_norm
         patch.setattr(fsdp, "_get_grad_norm", getattr(real, "__wrapped__", real))
         _torch.watch_clips(lambda *args: told.append(args))
@@ -753,6 +765,13 @@ def test_every_attribute_has_a_test():
 @pytest.mark.parametrize("name", INSTANCE)
 def test_an_attribute_of_torchs_objects_is_there_or_is_done_without(name):
     INSTANCE[name]()
+
+
+def test_a_test_that_watches_clips_does_not_watch_them_ever_after():
+    clip = importlib.import_module("torch.nn.utils.clip_grad")
+    with nobody_watching():
+        fsdps_norm()
+        assert clip._group_tensors_by_device_and_dtype is _torch._sorts_gradients
 
 
 def test_an_audit_without_the_late_hooks_refuses_a_step_inside_backward(monkeypatch):

@@ -33,7 +33,7 @@ from gradilocks.checks import (
     warn_of_misfits,
     warn_of_strangers,
 )
-from gradilocks.clip import resolve_clip
+from gradilocks.clip import NoClip, resolve_clip
 from gradilocks.dropin.control_scaler import ControlScaler
 from gradilocks.dropin.scaler_state import set_scale
 from gradilocks.eager import eager, users_line
@@ -68,7 +68,16 @@ from gradilocks.record.journal import Journal, journal_of, recorder_for
 from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.sample import Weights
 from gradilocks.scale import DynamicScale, resolve_scale
-from gradilocks.state.checkpoint import check_scale, fitted, parts_in, tell_replaced
+from gradilocks.state.checkpoint import (
+    SCALERS,
+    check_scale,
+    fitted,
+    parts_in,
+    scale_in,
+    tell_bounded,
+    tell_dropped,
+    tell_replaced,
+)
 from gradilocks.state.optimizer_match import (
     may_be_as_well,
     places_of,
@@ -211,7 +220,7 @@ class GradientControl:
         self._optimizers: tuple[Any, ...] = ()
         # As it was made: a checkpoint may bring other settings.
         self._given_scale, self._given_clip = policies
-        self._names = Names(model, ())
+        self._names = self._told_names = Names(model, ())
         self._engine = Engine(*policies, names=self._names, give_up_after=give_up_after)
         # The parameters that `_ranks` is about, and whether each of them was trained.
         self._ranks_of: tuple[list[Tensor], bytes] = [], b""
@@ -263,8 +272,10 @@ class GradientControl:
         self._exchange: LossExchange | None = None
         # Of the last checkpoint, until it is in a run file: how many steps of each optimizer.
         self._loaded: Sequence[int] = ()
-        # Loaded before there was an optimizer.
+        # Loaded before there was an optimizer, or left by those that were released.
         self._waiting_state: Mapping[str, Any] | None = None
+        # In the places of optimizers that were released, until others are bound or loaded for.
+        self._released: tuple[Any, ...] = ()
         if optimizers:
             self._take(checked_optimizers(optimizers), model)
         config = checked_config(config)
@@ -338,14 +349,16 @@ class GradientControl:
         if not checked:
             raise TypeError("bind() takes the optimizers that the control is to step, got none.")
         known = self._names.model if model is None else model
-        before, names = self._optimizers, self._names.model
-        waited, unclaimed = self._waiting_state, self._all_unclaimed()
+        bound, names = self._optimizers, self._names.model
+        before = bound or self._released
+        waited = None if self._released else self._waiting_state
+        unclaimed = self._unclaimed if self._released else self._all_unclaimed()
         claims = self._claims(checked, unclaimed, known, had=before)
         losses, parts = self._engine.losses, self._states_of_parts()
-        state = whole = self._engine.saved() if before else self._waiting_state
+        state = whole = self._engine.saved() if bound else self._waiting_state
         if waited is not None and state is waited:
             state = self._of_those_met(waited)
-        kept = self._engine.remembered(every_parameter(checked)) if before else None
+        kept = self._engine.remembered(every_parameter(checked)) if bound else None
         # By their new places; of one that is made anew, by the place of the one before.
         places = {id(optimizer): k for k, optimizer in enumerate(checked)}
         parts = {
@@ -374,9 +387,9 @@ class GradientControl:
             try:
                 steps = self._engine.load(state, self._ranks, changed=self._grows)
             except BadState:
-                if before:
+                if bound:
                     assert whole is not None
-                    self._take(before, names)
+                    self._take(bound, names)
                     self._engine.load(whole, self._ranks, changed=self._grows)
                 else:
                     self._optimizers = ()
@@ -386,7 +399,7 @@ class GradientControl:
                 self._engine.remember(kept)
         losses.adds_up = self._engine.losses.adds_up
         self._engine.losses = losses  # Gradients of theirs may be waiting.
-        self._waiting_state = None
+        self._waiting_state, self._released = None, ()
         # Of one that is made anew in the place of another, what is known goes on.
         fresh = {k for k, each in enumerate(checked) if id(each) not in self._parts}
         self._part_states = {k: s for k, s in {**parts, **claimed}.items() if k in fresh}
@@ -405,6 +418,39 @@ class GradientControl:
             journal.goes_on_from(checked, counts, self._loaded)
         if waited is not None and steps is not None:
             self._tell_loaded()
+
+    def release(self) -> None:
+        """Lets its optimizers and their model go, so that their memory can be freed.
+
+        For frameworks that train one model after the other. Until `bind` gives it others it is as
+        if it had been made without. The scale, what the policies have learned, the step count and
+        the recorder go on, as if `bind` had put the next ones in the place of these; a loss whose
+        gradients were waiting is forgotten. The latest Outcome has its culprits' names, which waits
+        for the device; those before it name nobody any longer.
+        """
+        if not self._optimizers:
+            return
+        if self._judged:  # Else the scale would hear of these steps again after the next `bind`.
+            self._move_on()
+        state, released = self.state_dict(), tuple(object() for _ in self._optimizers)
+        journal = journal_of(self._events)
+        if journal is not None:
+            journal.rebind(self._optimizers, released)
+        part_states = self._states_of_parts()
+        for each in (self, *self._parts.values()):  # Outcomes hold rosters and names.
+            if each._outcome is not None:
+                each._outcome.describe()
+            each._engine.table.release()
+            each._names.use(None, ())
+        self._part_states, self._parts = part_states, {}
+        self._waiting_state, self._released = state, released
+        self._optimizers, self._numbers, self._claimed = (), {}, {}
+        self._bound = self._seen = self._weights = None
+        self._ranks_of, self._ranks = ([], b""), None
+        self._data_parallel, self._replicas = _nobody, None
+        self._engine.forget_parameters()
+        self._engine.losses.forget()
+        self._order.forget()
 
     def _of_those_met(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A checkpoint of which not all parameters may be here, as long as optimizers may come.
@@ -539,8 +585,9 @@ class GradientControl:
         """Records this control's steps from here on, as `record=` does from the first.
 
         At any time, also between `backward` and `step`: that step's loss is not known then. Steps
-        are numbered as `outcome.step` has them. After `load_state_dict`, before or after this, that
-        is by the checkpoint: in a file that is gone on in, the steps after it are superseded.
+        are numbered as `outcome.step` has them, but where `step()` and `step(only=)` are mixed: a
+        file counts both, for each optimizer. After `load_state_dict`, before or after this, they
+        are numbered by the checkpoint: in a file that is gone on in, those after it are superseded.
         Attached after the first step, what needs an agreement of several ranks is left out: tensors
         one by one where they hold the model together, losses of other ranks where each holds it.
 
@@ -949,7 +996,8 @@ class GradientControl:
     ) -> None:
         """Goes on from a checkpoint of this class or of torch's `GradScaler`.
 
-        A checkpoint that does not fit raises BadState and changes nothing.
+        A checkpoint that does not fit raises BadState and changes nothing. A scale outside bounds
+        that are not the checkpoint's own is taken to the nearest of them, and the log tells.
 
         Args:
             state_dict: from `state_dict()`.
@@ -962,6 +1010,7 @@ class GradientControl:
         if not isinstance(given, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(given).__name__}.")
         check_policies_from(policies)
+        saved = state_dict
         if policies == "control" and state_dict:
             steps = self._engine.count_of_steps()
             state_dict = fitted(state_dict, self._given_scale, self._given_clip, steps=steps)
@@ -973,9 +1022,22 @@ class GradientControl:
             if before is not None:
                 self._load(before, in_order=True)
             raise
-        if policies == "checkpoint" and (not has_other_ranks() or my_rank() == 0):
-            has = self._engine.scale_policy, self._engine.clip_policy
+        if has_other_ranks() and my_rank() != 0:
+            return
+        has = self._engine.scale_policy, self._engine.clip_policy
+        if policies == "checkpoint":
             tell_replaced(had, has, "GradientControl", "control")
+        else:
+            clips = not isinstance(has[1], NoClip)
+            tell_dropped(saved, has[1] if clips else None, "GradientControl")
+        self._tell_bounded(scale_in(saved, had[0]))
+
+    def _tell_bounded(self, saved: float | None) -> None:
+        """Tells the log if the policy's bounds have moved the scale of a checkpoint."""
+        policy = self._engine.scale_policy
+        if self._engine.scales:
+            whose = f"{policy.policy_name} of this GradientControl"
+            tell_bounded(saved, self.scale, policy.bounds(), whose=whose)
 
     def _load(self, state_dict: Mapping[str, Any], *, in_order: bool = False) -> None:
         """Goes on from a checkpoint.
@@ -988,6 +1050,7 @@ class GradientControl:
         if not self._optimizers:  # The scale counts from here on, the rest when it is bound.
             self._engine.load_scale(state_dict)
             self._waiting_state = state_dict
+            self._released, self._part_states, self._unclaimed = (), {}, {}
             return
         before = self._engine.next_step
         if len(self._optimizers) == 1 and len(saved) == 1 and not self._grows:
@@ -1164,10 +1227,12 @@ class GradientControl:
             self.load_state_dict(state_dict, policies=policies)
             return
         policy = self._engine.scale_policy
-        if "gradilocks" not in state_dict and not isinstance(policy, DynamicScale):
+        from_ours = "gradilocks" in state_dict or SCALERS in state_dict
+        if not from_ours and not isinstance(policy, DynamicScale):
             if not self._engine.scales or "scale" not in state_dict:
                 return
             self._update_scale(check_scale(state_dict["scale"]))
+            self._tell_bounded(check_scale(state_dict["scale"]))
             return
         self.load_state_dict(state_dict)
 
@@ -1185,6 +1250,8 @@ class GradientControl:
         part._rank_options = options
         part._take((optimizer,), self._names.model, part=True)
         part._is_part, part._judged = True, self._judged
+        # As in steps of all: by other names, a run file would take it for another optimizer.
+        part._told_names = self._names
         part._schedules, part._events = self._schedules, self._events
         part._order.begin_like(self._order)
         state = self._part_states.pop(self._optimizers.index(optimizer), None)
@@ -1432,7 +1499,7 @@ class GradientControl:
             apart=self._is_part,
             scale=engine.state.scale,
             unscaled=self._order.unscaled,
-            names=self._names,
+            names=self._told_names,
             order=float(engine.clip_policy.order),
             scales=engine.scales,
             ranks=() if self._ranks is None else self._ranks.rank_group.ranks,

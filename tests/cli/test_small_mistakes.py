@@ -35,6 +35,21 @@ def test_a_launcher_in_place_of_a_script_gets_the_command_to_type(folder, capsys
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.parametrize("command", ["run", "audit", "demo", "selftest"])
+def test_a_bad_environment_variable_is_told_of_before_anything_runs(
+    folder, capfd, monkeypatch, command
+):
+    monkeypatch.setenv("GRADILOCKS_NATIVE", "1")
+    words = ["train.py"] if command in ("run", "audit") else []
+    assert main([command, *words]) != 0
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert "GRADILOCKS_NATIVE must be auto" in captured.err
+    assert "got '1'. Set it to one of these, or unset it." in captured.err
+    assert [path.name for path in folder.iterdir()] == ["train.py"]
+
+
 def test_a_script_that_is_called_python_is_one(folder):
     (folder / "python.py").write_text("print('ran')\n")
     assert run("run", "python.py", cwd=folder).stdout == "ran\n"

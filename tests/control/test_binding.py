@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import nn
 
 from gradilocks import AdaGC, ClipPerGroup, DynamicScale, GradientControl, ZScoreClip, read_run
 from gradilocks.errors import BadState
+from gradilocks.optim import AdamW
 
 
 def network():
@@ -217,3 +221,99 @@ def test_the_controls_own_policies_may_stay_when_a_state_is_loaded(kind):
     assert fixed.scale == 1.0
     with pytest.raises(ValueError, match="'checkpoint' or 'control', got 'mine'"):
         fixed.load_state_dict(saved, policies="mine")
+
+
+# --- let go ---------------------------------------------------------------------------------------
+
+
+def gone(*models):
+    """References to whatever of the models takes memory."""
+    return [weakref.ref(each) for m in models for each in (*m.modules(), *m.parameters())]
+
+
+@pytest.mark.parametrize("clip", [1.0, ZScoreClip(warmup=1), AdaGC(warmup=1)])
+@pytest.mark.parametrize("optimizer", [sgd, lambda model: AdamW(model.parameters(), lr=0.05)])
+def test_a_control_that_is_released_holds_nothing_and_goes_on_as_if_bound_again(clip, optimizer):
+    expected_model, model = network(), network()
+    expected = GradientControl(optimizer(expected_model), model=expected_model, clip=clip)
+    train(expected, expected_model, FACTORS)
+    expected.bind(optimizer(fresh := network()), model=fresh)
+    control = GradientControl(optimizer(model), model=model, clip=clip)
+    train(control, model, FACTORS[:3])
+    assert control.outcome.skipped
+    train(control, model, FACTORS[3:])
+    held = gone(model)
+    control.release()
+    control.release()  # There is nothing left to do.
+    del model
+    gc.collect()
+    assert not any(ref() for ref in held)
+    assert control.optimizers == ()
+    assert control.state_dict()["scale"] == control.scale == expected.scale
+    control.bind(optimizer(again := network()), model=again)
+    assert same(train(control, again, FACTORS), train(expected, fresh, FACTORS))
+    assert control.state_dict() == expected.state_dict()
+    assert control.outcome.step == expected.outcome.step == 2 * len(FACTORS)
+
+
+def test_the_last_outcome_keeps_the_names_of_its_culprits():
+    model = network()
+    control = GradientControl(sgd(model), model=model)
+    control.backward(loss_of(model))
+    model[0].weight.grad[0] = math.nan
+    control.step()
+    control.release()
+    assert control.outcome.culprits == ("0.weight",)
+
+
+def test_what_each_of_several_has_learned_alone_goes_on_in_its_place(tmp_path):
+    def stepped(control, models, optimizers):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            control.backward(loss_of(model))
+            control.step(only=optimizer)
+            control.zero_grad(only=optimizer)
+
+    def run(release):
+        path = tmp_path / f"{release}.jsonl"
+        control = GradientControl(clip=ZScoreClip(warmup=1), record=path)
+        held = []
+        for _ in range(2):
+            models = [network(), nn.Linear(3, 1)]
+            optimizers = [sgd(model) for model in models]
+            control.bind(*optimizers, model=dict(zip("ab", models, strict=True)))
+            stepped(control, models, optimizers)
+            stepped(control, models, optimizers)
+            if release:
+                held += gone(*models)
+                del models, optimizers
+                control.release()
+                gc.collect()
+                assert not any(ref() for ref in held)
+        saved = control.state_dict()
+        control.detach().close()
+        return saved, [(step.optimizer, step.step, step.norm) for step in read_run(path).steps]
+
+    assert run(release=True) == run(release=False)
+
+
+def test_a_state_that_is_loaded_after_the_release_counts():
+    model = network()
+    other = GradientControl(sgd(model), model=model, scale=DynamicScale(init_scale=32.0))
+    train(other, model, [1.0, 2.0])
+    control = GradientControl(sgd(model), model=model, scale=DynamicScale(init_scale=64.0))
+    train(control, model, [1.0])
+    control.release()
+    control.load_state_dict(other.state_dict())
+    assert control.scale == 32.0
+    control.bind(sgd(model), model=model)
+    train(control, model, [1.0])
+    assert control.outcome.step == 3
+
+
+def test_a_released_control_says_that_it_has_no_optimizer():
+    model = network()
+    control = GradientControl(sgd(model), model=model)
+    control.release()
+    with pytest.raises(ValueError, match="has no optimizer yet"):
+        control.step()
+    assert pickle.loads(pickle.dumps(control)).scale == control.scale

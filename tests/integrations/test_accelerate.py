@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -662,6 +664,30 @@ def test_after_free_memory_another_model_goes_on_under_the_same_scale(precision)
     assert expected is None or same(second.weights, expected.weights)
     assert not same(second.weights, weights(Network()))
     assert same(first.weights, weights(first.model))
+
+
+@each_precision
+@pytest.mark.parametrize("adopt", [False, True])
+def test_free_memory_frees_the_model_at_once(precision, adopt, tmp_path):
+    accelerator = new(precision)
+    control = take_control(accelerator, adopt=adopt, record=tmp_path / "run.jsonl")
+    training = trained(accelerator, OPTIMIZERS["fused adamw"], precision=precision)
+    gone = [weakref.ref(param) for param in training.model.parameters()]
+    gone += [weakref.ref(module) for module in training.model.modules()]
+    del training
+    gc.collect()
+    assert all(ref() is not None for ref in gone)  # The accelerator has them.
+    accelerator.free_memory()
+    gc.collect()
+    assert all(ref() is None for ref in gone)
+    assert control.optimizers == ()
+    scale = control.scale
+    Training(accelerator, OPTIMIZERS["fused adamw"]).run(batches(bad=None))
+    assert control.scale == scale
+    control.detach().close()
+    run = read_run(tmp_path / "run.jsonl")
+    assert len(run.optimizers) == 1
+    assert [step.step for step in run.steps] == list(range(1, 2 * STEPS + 1))
 
 
 def test_a_batch_that_does_not_fit_is_tried_smaller():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradilocks import GradScaler, HeadroomScale, ZScoreClip, read_run
+from gradilocks import GradScaler, HeadroomScale, ZScoreClip, optim, read_run
 from gradilocks.integrations.fabric import control_for
 from tests.integrations import task
 from tests.integrations.lightning_task import PRECISIONS
@@ -304,3 +304,24 @@ def test_an_optimizer_that_the_control_was_not_given_is_refused_before_anything_
     assert task.same(task.weights(first), before[0])
     assert task.same(task.weights(second), before[1])
     assert control.outcome.step == 1
+
+
+@each_precision
+@pytest.mark.parametrize(("optimizer", "ours"), [("sgd", optim.SGD), ("fused adamw", optim.AdamW)])
+def test_torchs_optimizers_are_adopted_if_asked_for(optimizer, ours, precision):
+    def adopting(fabric, module, made):
+        return control_for(fabric, module, made, clip=CLIP, adopt=True)
+
+    batches = batches_for(precision)
+    adopted, control = by_fabric(fabric_of(precision), optimizer, batches, control=adopting)
+    native, _ = by_fabric(fabric_of(precision), optimizer, batches, control=clipping)
+    assert type(control.optimizers[0]) is ours
+    torch.testing.assert_close(adopted, native, rtol=1e-6, atol=1e-7)
+
+
+def test_an_optimizer_that_cannot_be_adopted_is_refused_and_fabric_stays_as_it_was():
+    fabric, model = fabric_of("32-true"), task.Network()
+    module, made = fabric.setup(model, torch.optim.RMSprop(model.parameters()))
+    with pytest.raises(TypeError, match="got RMSprop"):
+        control_for(fabric, module, made, adopt=True)
+    assert control_for(fabric, module, made).optimizers == (made.optimizer,)

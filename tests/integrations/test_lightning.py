@@ -25,6 +25,7 @@ from gradilocks import (
     HeadroomScale,
     Recorder,
     ZScoreClip,
+    optim,
     read_run,
 )
 from gradilocks.errors import BadRunFile, MissingPackage, NonFiniteGradient
@@ -1221,3 +1222,38 @@ def test_without_lightning_the_way_out_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(MissingPackage, match="pip install lightning"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+# --- gradilocks.optim -----------------------------------------------------------------------------
+
+
+@each_precision
+@pytest.mark.parametrize(("optimizer", "ours"), [("sgd", optim.SGD), ("fused adamw", optim.AdamW)])
+def test_torchs_optimizers_are_adopted_if_asked_for(optimizer, ours, precision, tmp_path):
+    settings = {"data": loader(bad=bad_step(precision)), **precision_of(pl, precision)}
+
+    def run(module, **options):
+        callback = GradientControlCallback(clip=CLIP, **options)
+        return fitted(pl, module, **settings, callbacks=[callback])
+
+    schedule = lambda made: torch.optim.lr_scheduler.StepLR(made, 1)  # noqa: E731
+    native, module = (Lit(optimizer, schedule) for _ in range(2))
+    run(native)
+    trainer = run(module, adopt=True)
+    assert type(trainer.optimizers[0]) is ours
+    assert isinstance(module.optimizers(), ours)  # Lightning's wrapper imitates it.
+    torch.testing.assert_close(task.weights(module), task.weights(native), rtol=1e-6, atol=1e-7)
+    assert module.rates == native.rates
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    settings |= {"max_epochs": 2, "ckpt_path": tmp_path / "whole.ckpt"}
+    again, native = Lit(optimizer, schedule), Lit(optimizer, schedule)
+    run(again, adopt=True)
+    run(native)
+    torch.testing.assert_close(task.weights(again), task.weights(native), rtol=1e-6, atol=1e-7)
+
+
+def test_an_optimizer_that_cannot_be_adopted_is_refused():
+    module = Lit()
+    module.configure_optimizers = lambda: torch.optim.RMSprop(module.parameters())
+    with pytest.raises(TypeError, match="got RMSprop"):
+        fitted(pl, module, callbacks=[GradientControlCallback(adopt=True)])

@@ -39,7 +39,7 @@ class Build:
     def begin_process(self) -> None:
         """Nothing is chosen, and nothing of the library is known."""
         self.here = NativeLibrary(self.fake.recipe)
-        for name in ("library", "library_within", "status"):
+        for name in ("library", "library_within", "status", "is_coming"):
             self._patch.setattr(native, name, getattr(self.here, name))
         for chosen in (kernels.BACKENDS, kernels._reasons):
             self._patch.delitem(chosen, "cpu", raising=False)

@@ -106,7 +106,7 @@ def test_another_word_is_refused_with_those_that_are_known(fake, monkeypatch, gi
     monkeypatch.setenv("GRADILOCKS_NATIVE", given)
     mine = NativeLibrary(fake.recipe)
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"auto .*, wait .* or off, got '{given}'"):
+        with pytest.raises(ValueError, match=f"auto .*, wait .* or off .*, got '{given}'. Set it"):
             mine.library()
     monkeypatch.setenv("GRADILOCKS_NATIVE", "")
     assert mine.library_within(PATIENCE) is not None
@@ -370,7 +370,7 @@ def test_in_a_free_threaded_python_everything_goes_on_without_it(monkeypatch):
 
     monkeypatch.setattr(native.sysconfig, "get_config_var", told)
     mine = NativeLibrary(native.recipe_here)
-    for name in ("library", "library_within", "status"):
+    for name in ("library", "library_within", "status", "is_coming"):
         monkeypatch.setattr(native, name, getattr(mine, name))
     for chosen in (kernels.BACKENDS, kernels._reasons):
         monkeypatch.delitem(chosen, "cpu", raising=False)

@@ -82,6 +82,9 @@ class Library:
         self.waited = 0.0 if self.at_once else seconds
         return self.at_once or self.later
 
+    def is_coming(self):
+        return self.at_once is None and self.later is not None
+
     def status(self):
         return "Python: no C++ compiler was found"
 
@@ -101,6 +104,10 @@ def test_a_rank_alone_takes_what_is_there_and_never_waits(monkeypatch):
     assert waited == 0.0
 
 
+def test_a_rank_that_never_has_one_says_why_and_not_that_it_is_not_there_yet(monkeypatch):
+    assert chosen(monkeypatch, None) == ("no C++ compiler was found", 0.0)
+
+
 @pytest.mark.usefixtures("store")
 def test_a_rank_whose_library_is_being_built_waits_for_it_where_another_has_one(monkeypatch):
     assert chosen(monkeypatch, "library") == ("", 0.0)
@@ -118,7 +125,7 @@ def test_a_rank_that_cannot_have_one_says_that_ranks_may_differ(monkeypatch):
 
 @pytest.mark.usefixtures("store")
 def test_ranks_follow_one_that_has_begun_with_plain_torch(monkeypatch):
-    assert chosen(monkeypatch, None)[0].startswith("there was no C++ library yet")
+    assert chosen(monkeypatch, None, "later")[0].startswith("there was no C++ library yet")
     why, waited = chosen(monkeypatch, "library")
     assert why == "another rank has begun with plain torch, and all compute alike"
     assert waited == 0.0

@@ -12,6 +12,8 @@ from torch import nn
 
 from gradilocks import (
     AdaGC,
+    ClipByNorm,
+    ClipByValue,
     ClipPerGroup,
     DynamicScale,
     GradientControl,
@@ -20,6 +22,7 @@ from gradilocks import (
     QuantileClip,
     SkipSpikes,
     ZScoreClip,
+    chain,
 )
 from gradilocks.errors import BadState
 
@@ -232,24 +235,49 @@ def test_a_rejection_does_not_hide_an_overflow_beside_it():
     ("make", "saved", "words"),
     [
         (
+            lambda: GradientControl(one(), clip=ZScoreClip()),
+            lambda: a_scalers(clip=ZScoreClip()),
+            "GradScaler whose clip policy ZScoreClip has learned.*policies='control'",
+        ),
+        (
             lambda: GradientControl(one()),
-            lambda: GradScaler("cpu", policy=HeadroomScale(), clip=ZScoreClip()).state_dict(),
-            "one of a GradScaler with policy= or clip=",
+            lambda: GradScaler("cpu", policy=HeadroomScale()).state_dict(),
+            "saved with the scale policy HeadroomScale, this control has DynamicScale",
+        ),
+        (
+            lambda: GradientControl(one()),
+            lambda: GradScaler("cpu", clip=1.0).state_dict(),
+            "saved with the clip policy ClipByNorm, this control has NoClip",
+        ),
+        (
+            lambda: GradScaler("cpu", clip=1.0),
+            lambda: GradientControl(one(), clip=ClipByValue(1.0)).state_dict(),
+            "saved with the clip policy ClipByValue, this scaler has ClipByNorm",
         ),
         (
             lambda: GradScaler("cpu", policy=HeadroomScale()),
             lambda: GradientControl(one(), scale=DynamicScale.megatron()).state_dict(),
-            "needs a DynamicScale",
+            "saved with the scale policy DynamicScale, this scaler has HeadroomScale",
         ),
         (
             lambda: GradScaler("cpu"),
             lambda: GradientControl(one(), scale=HeadroomScale()).state_dict(),
-            "GradientControl with the scale policy HeadroomScale",
+            r"the scale policy HeadroomScale; .*policy=HeadroomScale\(.*policies='scaler'",
+        ),
+        (
+            lambda: GradScaler("cpu"),
+            lambda: GradientControl(one(), scale=None).state_dict(),
+            "takes one with a DynamicScale. Go on with this scaler's own",
         ),
         (
             lambda: GradScaler("cpu", clip=AdaGC()),
             lambda: one_step(GradientControl(one(), clip=ZScoreClip())).state_dict(),
-            "whose clip policy has learned something",
+            "whose clip policy ZScoreClip has learned something",
+        ),
+        (
+            lambda: GradScaler("cpu", clip=ZScoreClip()),
+            lambda: a_parts(clip=ZScoreClip()),
+            "whose clip policy ZScoreClip has learned something",
         ),
         (
             lambda: GradScaler("cpu", policy=HeadroomScale()),
@@ -264,6 +292,91 @@ def test_what_would_be_lost_between_the_two_objects_is_refused(make, saved, word
     with pytest.raises(BadState, match=words):
         loading.load_state_dict(saved())
     assert loading.state_dict() == before
+
+
+SAME = {
+    "a number": {"clip": 1.0},
+    "an order": {"clip": ClipByNorm(1.0, order=3.0)},
+    "a chain": {"clip": chain(ClipByNorm(2.0), ClipByValue(1.0))},
+    "a policy": {"scale": HeadroomScale(margin=3), "clip": 1.0},
+    "a policy alone": {"scale": HeadroomScale(margin=3)},
+    "a dynamic one": {"scale": DynamicScale.megatron(init_scale=2.0**9), "clip": 1.0},
+    "nothing learned yet": {"clip": QuantileClip(0.5)},
+}
+
+
+def with_policies(scale=None, clip=None):
+    return GradScaler("cpu", policy=scale, clip=clip)
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_a_control_and_a_scaler_with_the_same_policies_read_each_other(case, caplog):
+    options, optimizer, other = SAME[case], one(), one()
+    control = GradientControl(optimizer, **options)
+    if case != "nothing learned yet":
+        one_step(control)
+    scaler = with_policies(**options)
+    scaler.load_state_dict(json.loads(json.dumps(control.state_dict())))
+    assert scaler.get_scale() == control.scale
+    again = GradientControl(other, **options)
+    again.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
+    assert again.scale == control.scale
+    for name in ("scale_policy", "scale_state", "hysteresis", "clip_policy"):
+        assert again.state_dict()["gradilocks"][name] == control.state_dict()["gradilocks"][name]
+    waiting = GradientControl(**options)
+    waiting.load_state_dict(scaler.state_dict())
+    waiting.bind(one())
+    assert waiting.scale == control.scale
+    behind = GradientControl(one(), **options).as_scaler()
+    behind.load_state_dict(scaler.state_dict())
+    assert behind.get_scale() == control.scale
+    assert not caplog.records
+
+
+def test_settings_of_the_other_object_count_and_are_told_of(caplog):
+    GradientControl(one(), clip=0.5).load_state_dict(GradScaler("cpu", clip=1.0).state_dict())
+    assert "max_norm of ClipByNorm from 0.5 to 1.0" in caplog.messages[-1]
+    scaler = GradScaler("cpu", clip=0.5)
+    scaler.load_state_dict(GradientControl(one(), clip=1.0).state_dict())
+    assert "max_norm of ClipByNorm from 0.5 to 1.0" in caplog.messages[-1]
+    assert scaler.state_dict()["gradilocks_scaler"]["clip"]["policy"]["config"]["max_norm"] == 1.0
+
+
+def test_a_scaler_that_does_not_clip_tells_of_a_control_that_did(caplog):
+    GradScaler("cpu").load_state_dict(GradientControl(one(), clip=1.0).state_dict())
+    (text,) = caplog.messages
+    assert "GradientControl that clips by ClipByNorm, and this GradScaler does not clip" in text
+
+
+@pytest.mark.parametrize(
+    "part",
+    [3, {}, {"scale": None}, {"scale": None, "clip": 1}, {"scale": 1, "clip": None},
+     {"scale": None, "clip": {"policy": None, "states": 3}},
+     {"scale": None, "clip": {"policy": None, "states": ()}}],
+)  # fmt: skip
+def test_a_scalers_state_that_makes_no_sense_is_refused_by_a_control(part):
+    control = GradientControl(one(), clip=1.0)
+    before = control.state_dict()
+    with pytest.raises(BadState):
+        control.load_state_dict({**GradScaler("cpu").state_dict(), "gradilocks_scaler": part})
+    assert control.state_dict() == before
+
+
+def a_scalers(**options):
+    """The state of a scaler that has stepped."""
+    scaler, (model,) = GradScaler("cpu", **options), two_models()[:1]
+    optimizers = sgd([model])
+    stepped(scaler, optimizers, [model], last=1)
+    return scaler.state_dict()
+
+
+def a_parts(**options):
+    """The state of a control that has stepped an optimizer alone."""
+    optimizers = one(), one()
+    control = GradientControl(*optimizers, **options)
+    control.backward(sum(param.sum() for param in control._all_parameters()))
+    control.step(only=optimizers[0])
+    return control.state_dict()
 
 
 def test_a_controls_scale_goes_on_in_a_scaler():

@@ -219,6 +219,72 @@ def test_another_clip_goes_on_with_the_scale_alone(kind, before, own):
     trained(made, net, count=2)
 
 
+LESSONS = {
+    "another": (ZScoreClip(), QuantileClip(), "what ZScoreClip of", "QuantileClip, which starts"),
+    "one that learns nothing": (
+        QuantileClip(),
+        1.0,
+        "what QuantileClip of",
+        "clips by ClipByNorm.",
+    ),
+    "a chain": (
+        chain(SkipSpikes(), 1.0),
+        chain(1.0, SkipSpikes()),
+        "what chain(SkipSpikes, ClipByNorm) of",
+        "clips by chain(ClipByNorm, SkipSpikes), which starts afresh.",
+    ),
+    "none": (QuantileClip(), None, "what QuantileClip of", "does not clip."),
+}
+
+
+@each_object
+@pytest.mark.parametrize(("before", "own", "dropped", "instead"), LESSONS.values(), ids=LESSONS)
+def test_what_another_clip_has_learned_is_dropped_and_the_log_tells_once(
+    kind, before, own, dropped, instead, caplog
+):
+    net = model()
+    first = trained(MAKERS[kind](net, clip=before), net)
+    made = MAKERS[kind](net, clip=own)
+    made.load_state_dict(first.state_dict(), policies=kind)
+    (text,) = caplog.messages
+    assert f"has dropped {dropped}" in text
+    assert instead in text
+
+
+def test_of_several_optimizers_it_is_told_once_too(caplog):
+    nets = model(), model()
+    steppers = [torch.optim.SGD(net.parameters(), lr=0.0) for net in nets]
+    first = GradientControl(
+        *steppers, clip=QuantileClip(), model=dict(zip("ab", nets, strict=True))
+    )
+    for stepper, net in zip(steppers, nets, strict=True):
+        first.backward(net(torch.ones(2, 3)).sum())
+        first.step(only=stepper)
+    made = GradientControl(*steppers, clip=1.0)
+    made.load_state_dict(first.state_dict(), policies="control")
+    assert len(caplog.messages) == 1
+
+
+@each_object
+def test_where_nothing_was_learned_nothing_is_said(kind, caplog):
+    net = model()
+    for before, own in ((1.0, QuantileClip()), (QuantileClip(), ZScoreClip())):
+        saved = MAKERS[kind](net, clip=before).state_dict()
+        MAKERS[kind](net, clip=own).load_state_dict(saved, policies=kind)
+    assert not caplog.records
+
+
+def test_what_the_other_object_has_learned_is_dropped_and_told_of(caplog):
+    net = model()
+    saved = trained(scaler(net, clip=QuantileClip()), net).state_dict()
+    control(net, clip=QuantileClip()).load_state_dict(saved, policies="control")
+    assert "what QuantileClip of the checkpoint's GradScaler has learned" in caplog.messages[-1]
+    saved = trained(control(net, clip=QuantileClip()), net).state_dict()
+    scaler(net, clip=QuantileClip()).load_state_dict(saved, policies="scaler")
+    assert "what QuantileClip of the checkpoint's GradientControl has" in caplog.messages[-1]
+    assert len(caplog.messages) == 2
+
+
 SCALES = {
     "deepspeed": DynamicScale.deepspeed(init_scale=2.0**9, growth_interval=4),
     "fairseq": DynamicScale.fairseq(tolerance=0.5),
@@ -241,6 +307,97 @@ def test_any_scale_policy_goes_on_from_any_other(kind, before, own):
     expected = min(max(first.state_dict()["scale"], lowest), highest)
     assert made.state_dict()["scale"] == expected
     trained(made, net, count=6)
+
+
+@each_object
+@pytest.mark.parametrize("steps", [0, 8])
+@pytest.mark.parametrize("before", [2.0**6, 2.0**20])
+def test_a_higher_bound_of_its_own_is_a_higher_ceiling(kind, before, steps):
+    """These gradients have room for a scale of 2^9 or more: the one bound is in the way."""
+    net = model()
+    bounded, own = (HeadroomScale(2.0**4, max_scale=most) for most in (before, 2.0**30))
+    first = trained(MAKERS[kind](net, scale=bounded, clip=1.0), net, steps)
+    made = MAKERS[kind](net, scale=own, clip=1.0)
+    made.load_state_dict(json.loads(json.dumps(first.state_dict())), policies=kind)
+    assert trained(made, net, count=4).state_dict()["scale"] >= 2.0**9
+
+
+@each_object
+def test_a_ceiling_that_an_overflow_has_set_is_kept_under_a_higher_bound(kind):
+    net = model()
+    first = MAKERS[kind](net, scale=HeadroomScale(max_scale=2.0**20), clip=1.0)
+    saved = json.loads(json.dumps(trained(first, net, count=2).state_dict()))
+    part = saved["gradilocks"] if kind == "control" else saved["gradilocks_scaler"]["scale"]
+    part["scale_state" if kind == "control" else "state"]["ceiling"] = 2.0**6
+    made = MAKERS[kind](net, scale=HeadroomScale(max_scale=2.0**30), clip=1.0)
+    made.load_state_dict(saved, policies=kind)
+    assert trained(made, net, count=4).state_dict()["scale"] == 2.0**6
+
+
+# --- a scale outside the bounds of whoever loads it -----------------------------------------------
+
+TIGHT = DynamicScale(init_scale=16.0, min_scale=4.0, max_scale=64.0)
+BOUNDED = {
+    "control": lambda: control(model(), scale=TIGHT),
+    "scaler with a policy": lambda: scaler(model(), scale=TIGHT),
+    "scaler": lambda: GradScaler("cpu", init_scale=16.0, min_scale=4.0, max_scale=64.0),
+    "scaler of a control": lambda: control(model(), scale=TIGHT).as_scaler(),
+}
+each_bounded = pytest.mark.parametrize("kind", BOUNDED)
+
+
+def torchs(scale):
+    return torch.amp.GradScaler("cpu", init_scale=scale).state_dict()
+
+
+@each_bounded
+@pytest.mark.parametrize(("saved", "loaded"), [(2.0**10, 64.0), (0.5, 4.0), (32.0, 32.0)])
+@pytest.mark.parametrize("policies", ["checkpoint", "own"])
+def test_bounds_of_its_own_hold_for_torchs_scale_and_the_log_tells(
+    kind, saved, loaded, policies, caplog
+):
+    made = BOUNDED[kind]()
+    if policies == "own" and kind == "scaler of a control":
+        made = made.control.as_scaler(policies="control")
+    own = {"policies": kind.split()[0]} if policies == "own" and " of " not in kind else {}
+    made.load_state_dict(torchs(saved), **own)
+    assert made.state_dict()["scale"] == loaded
+    told = [text for text in caplog.messages if "the scale of the checkpoint" in text]
+    assert len(told) == (saved != loaded)
+    assert all(f"{saved:g}, to {loaded:g}: " in text for text in told)
+    assert all("keeps it between 4 and 64." in text for text in told)
+
+
+@each_object
+def test_tighter_bounds_of_its_own_move_the_scale_of_a_checkpoint_and_the_log_tells(kind, caplog):
+    net = model()
+    saved = MAKERS[kind](net, scale=DynamicScale(), clip=1.0).state_dict()
+    made = MAKERS[kind](net, scale=TIGHT, clip=1.0)
+    made.load_state_dict(saved, policies=kind)
+    assert made.state_dict()["scale"] == 64.0
+    (text,) = caplog.messages
+    assert "the scale of the checkpoint, 65536, to 64: DynamicScale of this Grad" in text
+    fixed = MAKERS[kind](net, scale=StaticScale(8.0), clip=1.0)
+    fixed.load_state_dict(saved, policies=kind)
+    assert "StaticScale of this Grad" in caplog.messages[-1]
+    assert "keeps it at that." in caplog.messages[-1]
+
+
+def test_a_control_that_does_not_scale_says_nothing_of_a_scale(caplog):
+    net = model()
+    control(net, scale=None).load_state_dict(control(net).state_dict(), policies="control")
+    control(net).load_state_dict(control(net, scale=None).state_dict(), policies="control")
+    assert not caplog.records
+
+
+@each_object
+@pytest.mark.parametrize("scale", [2.0, 128.0])
+def test_a_scale_outside_the_bounds_of_its_own_checkpoint_is_a_bad_state(kind, scale):
+    made = MAKERS[kind](model(), scale=TIGHT, clip=1.0)
+    before = made.state_dict()
+    with pytest.raises(BadState, match=r"in \[4, 64\], as its own policy DynamicScale says, got"):
+        made.load_state_dict({**before, "scale": scale})
+    assert made.state_dict() == before
 
 
 OTHERS = {

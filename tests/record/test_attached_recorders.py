@@ -523,3 +523,20 @@ def test_steps_of_the_only_optimizer_are_counted_once_when_others_may_come(late,
     run = read_run(tmp_path / "a.jsonl")
     assert [step.step for step in run.steps] == [1, 2, 3, 4]
     assert not run.superseded
+
+
+def test_a_file_counts_all_steps_of_an_optimizer_and_an_outcome_those_of_its_kind(tmp_path):
+    """Together they have one number each time, and alone another: docs/recording.md says so."""
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([param], lr=0.1) for param in params]
+    control = GradientControl(*optimizers, record=tmp_path / "run.jsonl")
+    told = []
+    for only in (None, None, 0, None, 1, 0):
+        control.zero_grad()
+        control.backward(sum(param.sum() for param in params))
+        told.append(control.step(only=None if only is None else optimizers[only]).step)
+    assert told == [1, 2, 1, 3, 1, 2]
+    control.detach().close()
+    steps = read_run(tmp_path / "run.jsonl").steps
+    assert [step.step for step in steps if step.optimizer == 0] == [1, 2, 3, 4, 5]
+    assert [step.step for step in steps if step.optimizer == 1] == [1, 2, 3, 4]

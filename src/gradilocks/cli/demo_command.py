@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from gradilocks.cli.options import flag, one_of, whole_number
+from gradilocks.cli.options import check_environment, flag, one_of, whole_number
 from gradilocks.cli.terminal import Interrupted, open_in_browser
 from gradilocks.demo import ARMS, Experiment, Setup
 
@@ -65,6 +65,7 @@ def demo(
     from gradilocks.cli.demo_view import Progress, conclude, introduce, open_console
     from gradilocks.demo import PAGE, prepare, work, write_all
 
+    check_environment()
     given = sys.argv[1:]
     experiment = Experiment(
         arms=[each for each in ARMS if not arm or each.name in arm],

@@ -18,6 +18,8 @@ import typer
 from typer.core import TyperCommand
 
 from gradilocks.cli.terminal import printable, say
+from gradilocks.errors import GradilocksError
+from gradilocks.native_mode import mode_asked_for
 from gradilocks.observe import Program
 
 _Value = TypeVar("_Value")
@@ -164,8 +166,21 @@ Output = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing; errors are still said.")]
 
 
+def check_environment() -> None:
+    """Refuses a GRADILOCKS_NATIVE that means nothing, before anything is run.
+
+    Raised in the middle of a script that is watched, it would end the watching, and leave a run
+    without a run file.
+    """
+    try:
+        mode_asked_for()
+    except ValueError as error:
+        raise GradilocksError(str(error)) from error
+
+
 def program_of(script: list[str] | None, module: str | None, *, command: str) -> Program:
     """The program that was named: a module, or a script, with its own arguments."""
+    check_environment()
     given = tuple(script or ())
     if module is not None:
         return Program(module, given, module=True)

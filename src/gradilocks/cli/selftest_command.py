@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradilocks.cli.options import checked, flag, one_of
+from gradilocks.cli.options import check_environment, checked, flag, one_of
 from gradilocks.cli.terminal import say
 from gradilocks.errors import GradilocksError
 
@@ -70,11 +70,12 @@ def selftest(
             _check_place(output)  # Before torch is imported.
         seat = find_seat()
         rank = seat.rank
+        check_environment()
         from gradilocks.selftest import Ensemble
 
         with Ensemble(seat, device=device, limit=limit) as ensemble:
             status = _checked(ensemble, output, quiet=quiet)
-    except (CannotRun, _BadPlace) as error:
+    except (CannotRun, _BadPlace, GradilocksError) as error:
         if rank == 0:
             say(f"the selftest cannot run: {error}")
         raise typer.Exit(CANNOT_RUN) from error

@@ -37,6 +37,7 @@ from gradilocks.dropin.scaler_state import (
     checked_policies,
     fitted_clip,
     fitted_state,
+    from_controls,
     has_torchs_numbers,
     policy_from,
     set_scale,
@@ -63,10 +64,20 @@ from gradilocks.scale import (
     ScalePolicy,
     ScaleRules,
     advance_dynamic,
+    bounds_in_float32,
     resolve_scale,
 )
 from gradilocks.state.checkpoint import SCALERS as KEY
-from gradilocks.state.checkpoint import check_scale, refill, save_scale, tell_replaced
+from gradilocks.state.checkpoint import (
+    check_scale,
+    refill,
+    save_scale,
+    scale_in,
+    tell_bounded,
+    tell_dropped,
+    tell_replaced,
+    tell_unclipped,
+)
 from gradilocks.state.other_scalers import OtherScaler, recognize
 from gradilocks.step.call_order import UnscaledGuard, own_write_begins, own_write_ended
 from gradilocks.step.engine import (
@@ -496,7 +507,8 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any], *, policies: str = "checkpoint") -> None:
         """Goes on from a `state_dict` of this class, of torch's, or of another system's scaler.
 
-        One that does not fit raises BadState and changes nothing.
+        One that does not fit raises BadState and changes nothing. A scale outside bounds that are
+        not the checkpoint's own is taken to the nearest of them, and the log tells.
 
         Args:
             state_dict: also of the scalers of Megatron-LM, DeepSpeed, fairseq and apex.
@@ -509,8 +521,15 @@ class GradScaler(torch.amp.GradScaler):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}.")
         if policies not in ("checkpoint", "scaler"):
             raise ValueError(f"policies must be 'checkpoint' or 'scaler', got {policies!r}.")
+        given = state_dict
         if policies == "scaler" and state_dict:
             state_dict = self._fitted(state_dict)
+        else:
+            numbers = {name: self._torchs_number(name) for name in TORCHS}
+            has_policy = self._policy is not None
+            state_dict = dict(
+                from_controls(state_dict, numbers=numbers, scale=has_policy, clip=self._clips)
+            )
         had = self._settings()
         ours = checked_policies(state_dict, scale=self._policy is not None, clip=self._clips)
         clip = None
@@ -527,8 +546,10 @@ class GradScaler(torch.amp.GradScaler):
             if self._policy is not None and has_torchs_numbers(state_dict):
                 policy = policy_from(state_dict, self._policy, ours["scale"], foreign)
             delay = 0 if policy is None else policy.delay
-            check_state(state_dict, lowest=self._min_scale, highest=self._max_scale, delay=delay)
-            state_dict = {**state_dict, "scale": float(state_dict["scale"])}
+            check_state(state_dict, delay=delay)
+            lowest, highest = bounds_in_float32(self._min_scale, self._max_scale)
+            scale = min(max(float(state_dict["scale"]), lowest), highest)
+            state_dict = {**state_dict, "scale": scale}
             if policy is not None:
                 fresh = state_from(state_dict, policy, ours["scale"], foreign)
                 state_dict["scale"] = fetch(fresh.scale)[0]  # Within the policy's bounds.
@@ -541,8 +562,22 @@ class GradScaler(torch.amp.GradScaler):
                 refill(self._scale_state, fresh)
         if clip is not None:
             self._engines.go_on_with(*clip)
-        if policies == "checkpoint" and (not has_other_ranks() or my_rank() == 0):
+        if has_other_ranks() and my_rank() != 0:
+            return
+        if policies == "checkpoint":
             tell_replaced(had, self._settings(), "GradScaler", "scaler", lost)
+            if not self._clips:
+                tell_unclipped(given)
+        else:
+            tell_dropped(given, self._engines.clip if self._clips else None, "GradScaler")
+        if self._enabled and state_dict:
+            whose = "" if self._policy is None else f"{self._policy.policy_name} of "
+            saved, bounds = scale_in(given, self._growth_rule()), self._bounds(self._policy)
+            tell_bounded(saved, self.get_scale(), bounds, whose=f"{whose}this GradScaler")
+
+    def _bounds(self, policy: ScalePolicy | None) -> tuple[float, float]:
+        """The smallest and the largest scale under a policy, or under torch's rule."""
+        return (self._min_scale, self._max_scale) if policy is None else policy.bounds()
 
     def _settings(self) -> tuple[Any, Any]:
         """The rule of the scale and the clip policy, to be compared."""
@@ -568,7 +603,7 @@ class GradScaler(torch.amp.GradScaler):
             clip,
             start=numbers.pop("init_scale"),
             numbers=numbers,
-            bounds=(self._min_scale, self._max_scale) if policy is None else policy.bounds(),
+            bounds=self._bounds(policy),
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradilocks.clip import ClipPolicy
 from gradilocks.errors import BadState, MissingKey
 from gradilocks.policy import Policy
-from gradilocks.scale import DynamicScale, ScalePolicy, bounds_in_float32
+from gradilocks.scale import LARGEST, SMALLEST, DynamicScale, ScalePolicy
 from gradilocks.state.checkpoint import SCALERS as KEY
 from gradilocks.state.checkpoint import (
     check_scale,
@@ -24,6 +24,7 @@ from gradilocks.state.checkpoint import (
     fitted_memory,
     fitted_scale,
     load_scale,
+    parts_in,
     rebuild,
     save_scale,
     with_settings,
@@ -38,6 +39,7 @@ __all__ = [
     "checked_policies",
     "fitted_clip",
     "fitted_state",
+    "from_controls",
     "has_torchs_numbers",
     "policy_from",
     "set_scale",
@@ -62,13 +64,11 @@ class TorchsRule(Policy):
         return "GradScaler"
 
 
-def check_state(state: Mapping[str, Any], *, lowest: float, highest: float, delay: int = 0) -> None:
+def check_state(state: Mapping[str, Any], *, delay: int = 0) -> None:
     """Raises if `state` lacks a key or holds a scale that cannot be trained with.
 
     Args:
         state: a scaler's state_dict.
-        lowest: the smallest scale.
-        highest: the largest.
         delay: how far below 0 the growth tracker may start.
     """
     missing = [key for key in _KEYS if key not in state]
@@ -91,14 +91,14 @@ def check_state(state: Mapping[str, Any], *, lowest: float, highest: float, dela
             "_growth_tracker in the state_dict must be a whole number, got "
             f"{state['_growth_tracker']}."
         )
-    scale, (lowest, highest) = state["scale"], bounds_in_float32(lowest, highest)
-    if not lowest <= scale <= highest:
+    scale = state["scale"]
+    if not SMALLEST <= scale <= LARGEST:
         collapsed = (
             " A scale of 0 is what torch's scaler leaves behind after it has collapsed: start from "
             "a new one."
         )
         raise BadState(
-            f"the scale in the state_dict must lie in [{lowest:g}, {highest:g}], got {scale}."
+            f"the scale in the state_dict must lie in [{SMALLEST:g}, {LARGEST:g}], got {scale}."
             + (collapsed if scale == 0 else "")
         )
 
@@ -142,7 +142,6 @@ def checked_policies(
     ours = state_dict.get(KEY, {"scale": None, "clip": None})
     if not isinstance(ours, Mapping) or set(ours) != {"scale", "clip"}:
         raise BadState(f"{KEY} in the state_dict must be what state_dict() made, got {ours!r:.80}.")
-    _refuse_a_controls(state_dict)
     here = {"scale": ("policy", scale), "clip": ("clip", clip)}
     for name, part in ours.items():
         word, is_here = here[name]
@@ -157,24 +156,48 @@ def checked_policies(
     return ours
 
 
-def _refuse_a_controls(state_dict: Mapping[str, Any]) -> None:
-    """A GradientControl's state is taken as torch's, unless something would be lost by it."""
+def from_controls(
+    state_dict: Mapping[str, Any], *, numbers: Mapping[str, Any], scale: bool, clip: bool
+) -> Mapping[str, Any]:
+    """The state of a GradientControl as a scaler saves it; BadState if something would be lost.
+
+    Args:
+        state_dict: given to a scaler; one that is not of a control stays as it is.
+        numbers: torch's settings, as the scaler has them.
+        scale, clip: whether that scaler has a `policy` and a `clip`. Without them, the scale goes
+            on as after a load of torch's, and what the control clips by is left there.
+    """
     theirs = state_dict.get("gradilocks")
     if not isinstance(theirs, Mapping):
-        return
-    policy = theirs.get("scale_policy")
-    name = policy.get("name") if isinstance(policy, Mapping) else None
-    if name != "DynamicScale":
+        return state_dict
+    policy, clip_policy = (_mapping(theirs.get(f"{part}_policy")) for part in ("scale", "clip"))
+    name = policy.get("name")
+    if not scale and name != "DynamicScale":
+        made_with = "" if name == "NoScale" else f"Make it with policy={name}(...), or go on "
         raise BadState(
             f"the state_dict is one of a GradientControl with the scale policy {name}; a "
-            "GradScaler takes one with a DynamicScale. Start without the state_dict."
+            "GradScaler without policy= takes one with a DynamicScale. "
+            f"{made_with or 'Go on '}with this scaler's own settings, and the scale if there is "
+            "one: load_state_dict(..., policies='scaler')."
         )
-    if theirs.get("clip_state") is not None:
+    whole = [theirs, *(each["gradilocks"] for each in parts_in(state_dict).values())]
+    if any(each.get("steps") and each.get("clip_state") for each in whole):
         raise BadState(
-            "the state_dict is one of a GradientControl whose clip policy has learned "
-            "something, which a GradScaler would lose. Take 'gradilocks' out of the "
-            "state_dict to go on without it."
+            f"the state_dict is one of a GradientControl whose clip policy "
+            f"{clip_policy.get('name')} has learned something of all its optimizers together; a "
+            "GradScaler, which clips each by its own norm, would lose it. To go on without it, "
+            "and with this scaler's own settings: load_state_dict(..., policies='scaler')."
         )
+    settings = _mapping(policy.get("config"))
+    made = {name: settings.get(name, number) for name, number in numbers.items()}
+    made |= {key: value for key, value in state_dict.items() if key != "gradilocks"}
+    kept = {"hysteresis": theirs.get("hysteresis"), "state": theirs.get("scale_state") or {}}
+    clips = clip and clip_policy.get("name") != "NoClip"
+    parts = {
+        "scale": {"policy": theirs.get("scale_policy"), **kept} if scale else None,
+        "clip": {"policy": theirs.get("clip_policy"), "states": ()} if clips else None,
+    }
+    return {**made, KEY: parts}
 
 
 def policy_from(

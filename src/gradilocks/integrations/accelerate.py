@@ -206,9 +206,10 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
-        """As Accelerate's; the control goes on with what is prepared next."""
+        """As Accelerate's; the control lets go too, and goes on with what is prepared next."""
         self._is_bound = self._has_loss = False
         self._bound_to, self._waiting_schedules = [], []
+        self.gradient_control.release()
         return super().free_memory(*objects)
 
     def _bind(self) -> None:

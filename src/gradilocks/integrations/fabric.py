@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradilocks import GradientControl
+from gradilocks import GradientControl, optim
 from gradilocks.integrations.lightning_precision import (
     ControlledPrecision,
     in_front_of,
@@ -29,6 +29,7 @@ def control_for(
     model: nn.Module | Mapping[str, nn.Module],
     *optimizers: Any,
     scale: object = "auto",
+    adopt: bool = False,
     **options: Any,
 ) -> GradientControl:
     """A GradientControl for models and optimizers that `fabric.setup` has returned.
@@ -43,6 +44,8 @@ def control_for(
         optimizers: all that the control is to step.
         scale: "auto" scales dynamically where Fabric itself scales, and not at all elsewhere; else
             as GradientControl takes it.
+        adopt: whether torch's Adam, AdamW and SGD become those of `gradilocks.optim`; another
+            optimizer raises TypeError then.
         options: the further options of GradientControl: clip, record, on_nonfinite and so on.
 
     Returns:
@@ -78,6 +81,8 @@ def control_for(
     modules = model.values() if isinstance(model, Mapping) else [model]
     options = {**options, **rank_options(options, fabric.strategy, modules)}
     scale = scale_for(scale, native)
+    for optimizer in optimizers if adopt else ():
+        optim.adopt(optimizer)
     control = _FabricControl(*map(_bare, optimizers), model=model, scale=scale, **options)
     control.fabric = fabric
     plugin.follow(control, scales=scale is not None)

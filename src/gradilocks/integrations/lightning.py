@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradilocks import ClipByNorm, ClipByValue, GradientControl, Outcome, Recorder, chain
+from gradilocks import ClipByNorm, ClipByValue, GradientControl, Outcome, Recorder, chain, optim
 from gradilocks.errors import MissingPackage
 from gradilocks.integrations.lightning_precision import (
     ControlledPrecision,
@@ -70,6 +70,8 @@ class GradientControlCallback(*(package.Callback for package in _packages())):  
             "scale", "limit", "clipped", "skipped", or a mapping from these to names of your own;
             None for none. "skipped" is how many steps were, since they were last logged. Of several
             optimizers each has its number behind the name.
+        adopt: whether torch's Adam, AdamW and SGD become those of `gradilocks.optim` when `fit`
+            begins; another optimizer raises TypeError then.
         options: the further options of GradientControl: on_nonfinite, give_up_after, keep_bad_step,
             process_group, mesh, distinct, copies, check_replicas_every.
 
@@ -89,6 +91,7 @@ class GradientControlCallback(*(package.Callback for package in _packages())):  
         record: str | os.PathLike[str] | Recorder | None = None,
         config: Mapping[str, Any] | None = None,
         log: Sequence[str] | Mapping[str, str] | None = _LOGGED,
+        adopt: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -107,7 +110,7 @@ class GradientControlCallback(*(package.Callback for package in _packages())):  
             )
         self._scale, self._clip, self._options = scale, clip, options
         self._record, self._config = record, config
-        self._log = _checked_names(log)
+        self._log, self._adopts = _checked_names(log), adopt
         self._plugin: _TrainerPrecision | None = None
 
     @property
@@ -150,6 +153,13 @@ class GradientControlCallback(*(package.Callback for package in _packages())):  
                 "one of them."
             )
         return asked if mine is None else mine
+
+    def adopted(self, optimizers: Sequence[Any]) -> Sequence[Any]:
+        """The same optimizers, of `gradilocks.optim` if that was asked for.
+
+        As they came from the module: Lightning makes its wrappers around them anew.
+        """
+        return [optim.adopt(each) for each in optimizers] if self._adopts else optimizers
 
     def control_by(self, plugin: _TrainerPrecision, optimizers: Sequence[Any], model: Any) -> None:
         """Makes the control over what the Trainer has made, and hands it to the plugin."""
@@ -256,6 +266,7 @@ class _TrainerPrecision(ControlledPrecision):
         """The control of the `fit` that begins, over the optimizers that have been made for it."""
         again = self.control is not None
         self.outcomes, self.skipped, self.asked = {}, {}, {}
+        self.callback.adopted(optimizers)
         if self.control is None:
             self.callback.control_by(self, optimizers, model)
             assert self.control is not None
@@ -344,7 +355,7 @@ class _TrainerPrecision(ControlledPrecision):
         assert self.control is not None
         mine, theirs = self.control.optimizers, self.trainer.optimizers
         if not any(each is optimizer for each in mine) and any(o is optimizer for o in theirs):
-            self.control.bind(*theirs)
+            self.control.bind(*self.callback.adopted(theirs))
 
     def _number(self, optimizer: Any) -> int | None:
         """Which of several it is; None if it is alone. By hand it comes in Lightning's wrapper."""

@@ -306,7 +306,9 @@ def _without_native() -> str:
     if chosen == "reference":
         if library is not None:
             return "another rank has begun with plain torch, and all compute alike"
-        return "there was no C++ library yet when it was first used, 'walk' says why"
+        if native.is_coming():
+            return "there was no C++ library yet when it was first used, 'walk' says why"
+        return native.status().removeprefix("Python: ")  # As "GRADILOCKS_NATIVE=off".
     if library is None:
         _logger.info("another rank computes with the C++ library; waiting for its build here")
     if native.library_within(_WAIT_FOR_RANKS) is not None:

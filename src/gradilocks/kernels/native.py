@@ -31,6 +31,7 @@ from gradilocks.eager import users_line
 from gradilocks.errors import GradilocksError
 from gradilocks.kernels import native_build
 from gradilocks.kernels.native_build import BackgroundBuild, Compiler, Entry, Recipe, Result
+from gradilocks.native_mode import mode_asked_for
 
 __all__ = [
     "NativeLibrary",
@@ -38,13 +39,13 @@ __all__ = [
     "build_native",
     "cache_folder",
     "find_native",
+    "is_coming",
     "library",
     "library_within",
     "recipe_here",
     "status",
 ]
 
-MODES = ("auto", "wait", "off")
 PATIENCE = 900.0
 """Seconds that GRADILOCKS_NATIVE=wait waits."""
 LOOK_EVERY = 0.1
@@ -128,6 +129,10 @@ class NativeLibrary:
         """What runs, C++ or Python, and why."""
         self.library()
         return f"{'Python' if self._module is None else 'C++'}: {self._why}"
+
+    def is_coming(self) -> bool:
+        """Whether it is not there yet and may still come, as while it is being built."""
+        return not self._settled
 
     def before_fork(self) -> None:
         """In the parent: a child has the thread that forks, and no other."""
@@ -228,18 +233,6 @@ class NativeLibrary:
 
 
 # --- this machine ---------------------------------------------------------------------------------
-
-
-def mode_asked_for() -> str:
-    """What GRADILOCKS_NATIVE says."""
-    given = os.environ.get("GRADILOCKS_NATIVE", "")
-    mode = given.strip().lower() or "auto"
-    if mode not in MODES:
-        raise ValueError(
-            f"GRADILOCKS_NATIVE must be auto (build in the background, the default), wait (for the "
-            f"build) or off, got {given!r}."
-        )
-    return mode
 
 
 def cache_folder(given: str = "") -> Path:
@@ -585,3 +578,4 @@ if hasattr(os, "register_at_fork"):
 library = _HERE.library
 library_within = _HERE.library_within
 status = _HERE.status
+is_coming = _HERE.is_coming

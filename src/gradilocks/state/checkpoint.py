@@ -27,6 +27,7 @@ from gradilocks.scale import (
     DynamicScale,
     ScalePolicy,
     bounds_in_float32,
+    in_float32,
     resolve_scale,
 )
 from gradilocks.state.optimizer_match import fits_signature
@@ -53,7 +54,11 @@ __all__ = [
     "save",
     "save_memory",
     "save_scale",
+    "scale_in",
+    "tell_bounded",
+    "tell_dropped",
     "tell_replaced",
+    "tell_unclipped",
     "with_settings",
 ]
 
@@ -145,7 +150,7 @@ def load(
     """Checks `saved` against the present policies and says what to go on with.
 
     Args:
-        saved: from `save`, from torch's `GradScaler.state_dict()`, or from the scalers of
+        saved: from `save`, from `GradScaler.state_dict()`, torch's or ours, or from the scalers of
             Megatron-LM, DeepSpeed, fairseq and apex.
         scale_policy: the policy in force; a checkpoint of another class does not fit.
         clip_policy: likewise.
@@ -164,11 +169,7 @@ def load(
             "Start without it."
         )
     if SCALERS in saved:
-        raise BadState(
-            f"the state_dict is one of a GradScaler with policy= or clip=, and a GradientControl "
-            f"would lose what they have learned. Take {SCALERS!r} out of it to go on with the "
-            "scale alone."
-        )
+        return _load_from_scaler(saved, scale_policy, clip_policy)
     if "gradilocks" not in saved:
         policy, state = _load_from_others(saved, scale_policy)
         return Loaded(policy, clip_policy, state)
@@ -185,12 +186,6 @@ def load(
     _require(saved, ("scale", "_growth_tracker"), where="state_dict")
     rebuilt = rebuild(scale_policy, ours["scale_policy"], "scale")
     clip = rebuild(clip_policy, ours["clip_policy"], "clip")
-    scale, (lowest, highest) = check_scale(saved["scale"]), bounds_in_float32(*rebuilt.bounds())
-    if not lowest <= scale <= highest:
-        raise BadState(
-            f"the scale in the state_dict must lie in [{lowest:g}, {highest:g}], as its policy "
-            f"says, got {scale:g}."
-        )
     memory, of_all, known = _load_named_memory(clip, ours, owned, changed=changed)
     kept = {"hysteresis": ours["hysteresis"], "state": ours.get("scale_state") or {}}
     return Loaded(
@@ -323,9 +318,27 @@ def fitted_scale(
     state = state if isinstance(state, Mapping) else {}
     state = {name: state.get(name, start) for name, start in mine["state"].items()}
     lowest, highest = policy.bounds()
+    started = _started_with(policy, before) if policy.kept_scales else {}
     for name in set(policy.kept_scales) & set(state):
-        state[name] = min(max(_check_number(name, state[name]), lowest), highest)
+        value = _check_number(name, state[name])
+        # Where the policy of the checkpoint starts it, it is no lesson but a setting of that one:
+        # a ceiling of HeadroomScale that was never hit is its max_scale.
+        start = mine["state"][name] if value == started.get(name) else value
+        state[name] = min(max(start, lowest), highest)
     return tracker, {**mine, "hysteresis": hysteresis, "state": state}
+
+
+def _started_with(policy: ScalePolicy, before: Any) -> dict[str, Any]:
+    """What a policy of the class of `policy`, with the settings of a checkpoint, starts from.
+
+    Nothing if it cannot be made of them: then they are not needed either.
+    """
+    try:
+        saved: ScalePolicy = rebuild(policy, before, "scale")
+        state: ScaleState = _started(saved)
+    except BadState:
+        return {}
+    return {name: _plain(tensor) for name, tensor in state.more.items()}
 
 
 def fitted_memory(policy: ClipPolicy, before: Any, memory: Any) -> Any:
@@ -400,6 +413,98 @@ def tell_replaced(
         _logger.warning("%s", " ".join(told))
 
 
+def scale_in(saved: Mapping[str, Any], rule: Any) -> float | None:
+    """The scale that a checkpoint was saved with; None if it was saved without one.
+
+    Args:
+        saved: of a control, a scaler or another system, after it has been loaded.
+        rule: as `recognize` asks for it.
+    """
+    ours = saved.get("gradilocks")
+    if isinstance(ours, Mapping) and _kind_of(ours.get("scale_policy")) == "NoScale":
+        return None
+    other = recognize(saved, rule)
+    scale = saved.get("scale") if other is None else other.scale
+    return None if scale is None else check_scale(scale)
+
+
+def tell_bounded(
+    saved: float | None, scale: float, bounds: tuple[float, float], *, whose: str
+) -> None:
+    """Says, in the log, that bounds of the present have moved the scale of a checkpoint.
+
+    Args:
+        saved: the scale in the checkpoint, from `scale_in`.
+        scale: with which it goes on.
+        bounds: of the present.
+        whose: they are.
+    """
+    if saved is not None and in_float32(saved) != in_float32(scale):
+        lowest, highest = bounds
+        _logger.warning(
+            "load_state_dict() has taken the scale of the checkpoint, %g, to %g: %s",
+            saved,
+            scale,
+            f"{whose} keeps it at that."
+            if lowest == highest
+            else f"{whose} keeps it between {lowest:g} and {highest:g}.",
+        )
+
+
+def tell_dropped(saved: Mapping[str, Any], policy: ClipPolicy | None, owner: str) -> None:
+    """Says, in the log, what clip policies of a checkpoint have learned and nobody goes on with.
+
+    Args:
+        saved: a checkpoint that has been loaded into an object which keeps its own settings.
+        policy: by which that object clips; None if it does not.
+        owner: its class, "GradientControl" or "GradScaler".
+    """
+    ours, scalers = _mapping(saved.get("gradilocks")), _mapping(saved.get(SCALERS))
+    parts = [ours, *(each["gradilocks"] for each in parts_in(saved).values())] if ours else []
+    parts = [each for each in parts if each.get("steps")]  # Else nothing was learned yet.
+    clip = _mapping(scalers.get("clip"))
+    learned = {
+        "GradientControl": (ours.get("clip_policy"), [each.get("clip_state") for each in parts]),
+        "GradScaler": (clip.get("policy"), [each.get("memory") for each in clip.get("states", ())]),
+    }
+    for by, (before, memories) in learned.items():
+        goes_on = by == owner and policy and _kind_of(before) == _kind_of(describe(policy))
+        if goes_on or not any(memories):
+            continue
+        own = "does not clip" if policy is None else f"clips by {_called(describe(policy))}"
+        own += ", which starts afresh" if policy is not None and policy.learns else ""
+        _logger.warning(
+            "load_state_dict() has dropped what %s of the checkpoint's %s has learned: this %s %s.",
+            _called(before),
+            by,
+            owner,
+            own,
+        )
+
+
+def tell_unclipped(saved: Mapping[str, Any]) -> None:
+    """Says, in the log, that a GradScaler without a clip goes on from a control that had one."""
+    policy = _mapping(saved.get("gradilocks")).get("clip_policy")
+    if policy is not None and _kind_of(policy) != "NoClip":
+        _logger.warning(
+            "the checkpoint is of a GradientControl that clips by %s, and this GradScaler does "
+            "not clip by itself. Make it with clip=, or clip after unscale_().",
+            _called(policy),
+        )
+
+
+def _called(described: Any) -> str:
+    """A clip policy from `describe`, as one calls it in a sentence."""
+    kind = _kind_of(described)
+    if not isinstance(kind, tuple):
+        return str(kind)
+    return f"chain({', '.join(str(part) for part in kind[1:])})"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _replaced(before: Any, after: Any) -> list[str]:
     """In which settings a policy differs from the one before, of the same class: old, then new."""
     if before == after:
@@ -413,6 +518,40 @@ def _replaced(before: Any, after: Any) -> list[str]:
         for name in one
         if one[name] != two[name] and name != "init_scale"  # Which has had its time.
     ]
+
+
+def _load_from_scaler(
+    saved: Mapping[str, Any], scale_policy: ScalePolicy, clip_policy: ClipPolicy
+) -> Loaded:
+    """What to go on with from a GradScaler with `policy=` or `clip=`; BadState if that loses some.
+
+    Such a one has learned of each optimizer apart, and a control of all of them together.
+    """
+    ours = saved[SCALERS]
+    scale, clip = (_mapping(ours).get(part) for part in ("scale", "clip"))
+    policy, states = _mapping(clip).get("policy"), _mapping(clip).get("states", ())
+    whole = isinstance(ours, Mapping) and set(ours) == {"scale", "clip"}
+    whole = whole and (clip is None or set(_mapping(clip)) == {"policy", "states"})
+    whole = whole and isinstance(states, (list, tuple))
+    if not whole or not all(isinstance(state, Mapping) for state in states):
+        raise BadState(
+            f"{SCALERS} in the state_dict must be what state_dict() made, got {ours!r:.80}."
+        )
+    if any(state.get("memory") for state in states):
+        raise BadState(
+            f"the state_dict is one of a GradScaler whose clip policy {_called(policy)} has "
+            "learned something of each optimizer apart; a GradientControl, which has one norm for "
+            "all of them, would lose it. To go on without it, and with this control's own "
+            "settings: load_state_dict(..., policies='control')."
+        )
+    if clip is not None:  # Else, as of torch's scaler, this one's own.
+        clip_policy = rebuild(clip_policy, policy, "clip")
+    if scale is None:
+        plain = {key: value for key, value in saved.items() if key != SCALERS}
+        dynamic, state = _load_from_others(plain, scale_policy)
+        return Loaded(dynamic, clip_policy, state)
+    rebuilt = rebuild(scale_policy, _mapping(scale).get("policy"), "scale")
+    return Loaded(rebuilt, clip_policy, load_scale(rebuilt, saved, scale))
 
 
 def _load_from_others(
@@ -452,14 +591,24 @@ def load_scale(policy: ScalePolicy, saved: Mapping[str, Any], kept: Any) -> Scal
     """A state of `policy` on the host, filled from a checkpoint, or BadState.
 
     Args:
-        policy: with the checkpoint's settings. A scale outside its bounds is moved to them.
-        saved: with the scale and the tracker under torch's keys.
-        kept: from `save_scale`; None if it was not we who saved it.
+        policy: with the checkpoint's settings.
+        saved: with the scale and the tracker under torch's keys. A scale outside the bounds of
+            `policy` is moved to them, of which `tell_bounded` tells, if these are not the
+            checkpoint's own bounds.
+        kept: from `save_scale`; None if it was not we who saved it, so that the bounds are those
+            of whoever loads it.
     """
     _require(saved, ("scale", "_growth_tracker"), where="state_dict")
     state: ScaleState = _started(policy)
     lowest, highest = policy.bounds()
-    state.scale.fill_(min(max(check_scale(saved["scale"]), lowest), highest))
+    scale = check_scale(saved["scale"])
+    least, most = bounds_in_float32(lowest, highest)
+    if kept is not None and not least <= scale <= most:
+        raise BadState(
+            f"the scale in the state_dict must lie in [{least:g}, {most:g}], as its own policy "
+            f"{policy.policy_name} says, got {scale:g}."
+        )
+    state.scale.fill_(min(max(scale, lowest), highest))
     tracker = _check_count("_growth_tracker", saved["_growth_tracker"], lowest=-policy.delay)
     state.growth_tracker.fill_(tracker)
     if kept is None:

@@ -97,6 +97,12 @@ class CallOrder:
         self._parameters, self._policies = parameters, policies
         self.never_scales = not policies.scales
 
+    def forget(self) -> None:
+        """It knows of no parameters from here on, and keeps no gradient."""
+        self._parameters, self._stepped = tuple, -1
+        self.scaled = self.handed_out = self.unscaled = self.by_scaler = False
+        self._leftovers, self._made_true, self._true_at_loss = [], [], None
+
     def begin_like(self, whole: CallOrder) -> None:
         """Knows some of the parameters of `whole`, and is where that one is; marks are common."""
         self.scaled, self.handed_out = whole.scaled, whole.handed_out

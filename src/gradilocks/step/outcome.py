@@ -257,7 +257,11 @@ class Outcome(ScalerOutcome):
 
     @property
     def step(self) -> int:
-        """The number of this step, from 1."""
+        """The number of this step, from 1.
+
+        Where a control has several optimizers, among those that they took together; after
+        `step(only=)`, among those that this one took alone. A run file counts both, for each.
+        """
         return int(self._numbers["step"]) if self._step is None else self._step
 
     @property

@@ -400,6 +400,11 @@ class GradientTable:
         """Looks at everything again next time."""
         self._found = None
 
+    def release(self) -> None:
+        """Has no Outcome hold a parameter any longer."""
+        for roster in list(self._rosters):
+            roster[:] = [None] * len(roster)
+
     def roster(self, params: Sequence[Tensor], optimizers: Sequence[Any]) -> Roster:
         """`params`, for an Outcome to name later; it keeps no parameter that was replaced.
 
