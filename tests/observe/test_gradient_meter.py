@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import weakref
 
 import pytest
@@ -12,7 +13,8 @@ from torch import nn
 
 from gradilocks import kernels
 from gradilocks.kernels import native
-from gradilocks.observe.gradient_reader import WatchedGradients
+from gradilocks.observe.gradient_reader import GradientReader, WatchedGradients
+from gradilocks.step.events import Clip
 from gradilocks.values import ROW
 
 NAN, INF = math.nan, math.inf
@@ -226,3 +228,30 @@ def test_copies_of_weights_refuse_what_they_cannot_take():
         library.copy_elements(tensors, "room")
     with pytest.raises(TypeError):
         library.moved_norms(tensors, room, None)
+
+
+@pytest.mark.skipif(native.library() is None, reason="the native library is not built")
+def test_a_clip_is_known_again_in_as_many_calls_however_many_gradients_there_are():
+    def calls(count):
+        params = [nn.Parameter(torch.randn(3)) for _ in range(count)]
+        gradients, reader = WatchedGradients(params), GradientReader()
+        for _ in range(3):
+            give_all(params)
+            number = 0
+
+            def note(frame, event, _):
+                nonlocal number
+                number += event in ("call", "c_call")
+
+            sys.setprofile(note)
+            try:
+                clip = Clip(params, 1.0, norm=torch.ones(()))
+                clipped = reader.before_clip(gradients, detail=False)
+                reader.after_clip(clipped, gradients, clip)
+                reading = reader.read(gradients, detail=False)
+            finally:
+                sys.setprofile(None)
+            assert reading.clip["limit"] == 1.0
+        return number
+
+    assert calls(4) == calls(400)
