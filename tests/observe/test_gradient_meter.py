@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import weakref
 
 import pytest
@@ -12,7 +13,8 @@ from torch import nn
 
 from gradilocks import kernels
 from gradilocks.kernels import native
-from gradilocks.observe.gradient_reader import WatchedGradients
+from gradilocks.observe.gradient_reader import GradientReader, WatchedGradients
+from gradilocks.step.events import Clip
 from gradilocks.values import ROW
 
 NAN, INF = math.nan, math.inf
@@ -226,3 +228,17 @@ def test_copies_of_weights_refuse_what_they_cannot_take():
         library.copy_elements(tensors, "room")
     with pytest.raises(TypeError):
         library.moved_norms(tensors, room, None)
+
+
+@pytest.mark.skipif(native.library() is None, reason="the native library is not built")
+def test_a_clip_leaves_no_python_object_for_each_gradient():
+    params = [nn.Parameter(torch.randn(3)) for _ in range(400)]
+    gradients, reader = WatchedGradients(params), GradientReader()
+    for _ in range(3):
+        give_all(params)
+        before = sys.getallocatedblocks()
+        clipped = reader.before_clip(gradients, detail=False)
+        left = sys.getallocatedblocks() - before
+        reader.after_clip(clipped, gradients, Clip(params, 1.0, norm=torch.ones(())))
+        assert reader.read(gradients, detail=False).clip["limit"] == 1.0
+    assert left < 100  # Storages and weak references to them would be 800 and more.

@@ -188,3 +188,76 @@ def test_a_clip_of_scaled_gradients_is_told_without_the_scale(kind, tmp_path):
     ):
         assert norm == pytest.approx(min(before, 16.0) / 2, rel=1e-5)
         assert (limit, clipped) == (16.0, before > 16.0)
+
+
+IN_ANY_ORDER = """
+import torch
+from torch import nn
+from gradilocks.observe.gradient_reader import GradientReader
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+{made}
+for number in range(4):
+    if number == 1 and not {apart}:  # Its gradients are known: none is looked at by itself.
+        del GradientReader._read_parts
+    model(torch.full((2, 4), 3.0 - number)).square().sum().backward()
+    nn.utils.clip_grad_norm_({clipped}, 2.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+ONE_GROUP = "optimizers = [torch.optim.SGD(model.parameters(), lr=0.01)]"
+TWO_GROUPS = """
+many = [p for p in model.parameters() if p.dim() > 1]
+few = [p for p in model.parameters() if p.dim() == 1]
+optimizers = [torch.optim.SGD([{"params": few}, {"params": many}], lr=0.01)]
+"""
+WITH_FROZEN = """
+model.requires_grad_(False)[2].requires_grad_(True)
+optimizers = [torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)]
+"""
+
+
+def told_of_clips(folder, made, clipped="model.parameters()", apart=False):
+    """What the run file says of each step, and of its tensors by name."""
+    folder.mkdir()
+    limits = recorded(IN_ANY_ORDER.format(made=made, clipped=clipped, apart=apart), folder)
+    run = read_run(folder / "a.jsonl")
+    details = [
+        sorted(zip(run.optimizers[step.optimizer].names, *step.detail[:3], strict=True))
+        for step in run.steps
+        if step.detail is not None
+    ]
+    return limits, [step.norm for step in run.steps], details
+
+
+@pytest.mark.parametrize(
+    ("made", "clipped", "alone"),
+    [
+        (TWO_GROUPS, "model.parameters()", "few + many"),
+        (WITH_FROZEN, "model.parameters()", "model[2].parameters()"),
+        (ONE_GROUP, "list(model.parameters())[::-1]", "model.parameters()"),
+    ],
+    ids=["two groups", "frozen ones among them", "backwards"],
+)
+def test_a_clip_of_parameters_in_another_order_is_recorded_alike(made, clipped, alone, tmp_path):
+    told = told_of_clips(tmp_path / "a", made, clipped)
+    assert told == told_of_clips(tmp_path / "b", made, alone)
+    limits, norms, details = told
+    assert all(limit == 2.0 for limit, _ in limits)
+    assert [clipped for _, clipped in limits] == [norm > 2.0 for norm in norms]
+    assert details
+
+
+def test_a_clip_of_two_optimizers_gradients_is_recorded_of_each(tmp_path):
+    apart = "optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in model]"
+    limits, norms, _ = told_of_clips(tmp_path / "a", apart, apart=True)
+    assert len(limits) == 12
+    assert all(limit == 2.0 for limit, _ in limits)
+    (tmp_path / "b").mkdir()
+    unclipped = IN_ANY_ORDER.replace("    nn.utils.clip_grad_norm_", "    pass  #")
+    assert recorded(unclipped.format(made=apart, clipped="", apart=True), tmp_path / "b")
+    first = [step.norm for step in read_run(tmp_path / "b" / "a.jsonl").steps][:3]
+    assert norms[:3] == first  # Before the clip.

@@ -8,15 +8,16 @@ Two optimizers that step after one backward share it; a backward after a step be
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradilocks._torch import sparse_values, version
+from gradilocks._torch import sparse_values
 from gradilocks.lab.tensors import storage_of
+from gradilocks.observe.gradient_memory import REPLACED, GradientMemory, memory_of
 from gradilocks.observe.parameter_marks import Marks, marks_of
 from gradilocks.record.precision import formats_behind
 from gradilocks.step.events import StepListener
@@ -50,9 +51,9 @@ class Losses(StepListener):
         self._is_unknown = False  # Whether the sum may hold a loss whose gradients are gone.
         self._unscaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # By scaled loss.
         self._optimizers: dict[int, Callable[[], Any]] = {}  # Also before their first step.
-        # Of the parameters of several optimizers when the first of these losses came: their
-        # gradients, by which is seen whether the losses have changed them, and which had none.
-        self._gradients: dict[int, _GradientState] = {}
+        # Of the parameters of several optimizers when the first of these losses came: where their
+        # gradients lay, by which is seen whether the losses have changed them, and which had none.
+        self._memory: GradientMemory | None = None
         self._before: Marks | None = None
         self._gave_gradients = False  # Whether the losses have given one to who had none.
         self._witness: Tensor | None = None  # One that had none, while backward runs.
@@ -81,7 +82,7 @@ class Losses(StepListener):
         if not self.are_waiting:
             self._gave_gradients = False
             several = len(self._optimizers) > 1
-            self._gradients = {id(p): _GradientState.of(p) for p in params} if several else {}
+            self._memory = memory_of(params) if several else None
             self._before = marks_of(params) if several else None
         if not self._gave_gradients:
             self._witness = _without_gradient(params)
@@ -130,11 +131,15 @@ class Losses(StepListener):
             return
         ids = {id(param) for param in cleared}
         others = [p for p in self.parameters() if id(p) not in ids and p.grad is not None]
-        then = self._gradients
-        changed = [p for p in others if id(p) not in then or not then[id(p)].is_still(p)]
+        changes = bytes([REPLACED]) * len(others)
+        if self._memory is not None and self._before is not None:
+            # By parameter: the row in which its gradient was looked at.
+            then = {known: row for row, known in enumerate(array("q", self._before.ids))}
+            changes = self._memory.changes(others, [then.get(id(p), -1) for p in others])
+        changed = [p for p, change in zip(others, changes, strict=True) if change]
         if not changed:
             self._leave_out()
-        elif not any(id(p) not in then or then[id(p)].is_replaced(p) for p in changed):
+        elif REPLACED not in changes:
             self._is_unknown = self._is_unknown or not _fill_a_storage(changed)
 
     @property
@@ -220,30 +225,6 @@ def _without_gradient(params: Sequence[Tensor]) -> Tensor | None:
         return params[0]
     now = marks_of(params)
     return params[now.first_lacking()] if now.lacking else None
-
-
-@dataclass(frozen=True)
-class _GradientState:
-    """A gradient at one moment: by it is seen whether a backward pass has changed it since."""
-
-    storage: weakref.ref[Any] | None
-    version: int
-
-    @staticmethod
-    def of(param: Tensor) -> _GradientState:
-        gradient = param.grad
-        if gradient is None:
-            return _GradientState(None, 0)
-        writes = 0 if gradient.is_inference() else version(gradient)
-        return _GradientState(weakref.ref(storage_of(gradient)), writes)
-
-    def is_still(self, param: Tensor) -> bool:
-        """Whether it has the same memory, and nobody has written there."""
-        return not self.is_replaced(param) and self.version == _GradientState.of(param).version
-
-    def is_replaced(self, param: Tensor) -> bool:
-        """Whether the gradient is in other memory than it was, or there was none."""
-        return self.storage is not _GradientState.of(param).storage  # One storage has one weakref.
 
 
 def _fill_a_storage(params: Iterable[Tensor]) -> bool:

@@ -19,13 +19,12 @@ the id of a parameter that is gone to a new one, and clearing a gradient ends it
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from operator import is_
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -33,13 +32,12 @@ import torch
 from torch import Tensor, nn
 
 from gradilocks import kernels
-from gradilocks._torch import TensorBase
 from gradilocks.clip import NoClip
 from gradilocks.kernels import native
 from gradilocks.kernels.chunks import AddressedTensors
 from gradilocks.kernels.kernel_results import KernelStatistics
 from gradilocks.kernels.reference import DOUBLE, any_double, summarize
-from gradilocks.lab.tensors import storage_of
+from gradilocks.observe.gradient_memory import GradientMemory, memory_of
 from gradilocks.ranks.layout import has_other_ranks, is_distributed
 from gradilocks.scale import NoScale
 from gradilocks.step.events import Clip
@@ -230,7 +228,7 @@ class _Meter:
         record = StepRecord(
             lambda: torch.tensor(row, dtype=torch.float64, device="cpu"),
             _FLAGS[nan + inf > 0.0],
-            partial(KernelStatistics.of, rows),
+            functools.partial(KernelStatistics.of, rows),
             numbers=row,
         )
         before = self._before
@@ -275,10 +273,9 @@ def bad_elements(record: StepRecord) -> Tensor:
 class ClippedGradients:
     """Gradients that were clipped together, measured before it and after."""
 
-    storages: list[weakref.ref[Any]]
+    memory: GradientMemory
+    """Where they lie, with a row for each parameter that was clipped."""
     before: Measured
-    offsets: list[int]
-    """Where each begins in its storage."""
     gradients: Callable[[], WatchedGradients | None]
     """What has found them, if it is still there."""
     after: StepRecord | None = None
@@ -286,6 +283,13 @@ class ClippedGradients:
     """None until the clip is over."""
     untouched: Tensor | None = None
     """While they are being unscaled: whether they were until then as the clip has left them."""
+    gone: set[int] = field(default_factory=set)
+    """Places in `before` of those that were cleared, clipped again or taken by a step since."""
+
+    @functools.cached_property
+    def _rows(self) -> dict[int, int]:
+        """By row of the memory: the place in `before`."""
+        return {row: place for place, row in enumerate(self.before.places)}
 
     def changed(self) -> Tensor | bool:
         """Whether the clip has changed one of them, as far as this process holds them."""
@@ -294,14 +298,31 @@ class ClippedGradients:
         before, after = self.before.record.statistics.norms, self.after.statistics.norms
         return ((before != after) & torch.logical_not(torch.isnan(before))).any().to(torch.float32)
 
-    def is_of(self, gradient: Tensor, row: int) -> bool:
-        """Whether the gradient in this row is in the memory that `gradient` has now."""
-        return self.storages[row]() is storage_of(gradient)
+    def are_still(self, gradients: WatchedGradients, now: Measured) -> bool:
+        """Whether what `gradients` has found `now` is in the memory that they had, one by one."""
+        then = self.before.places
+        same = then is now.places or then == now.places
+        return same and self.memory.holds(gradients.params)
 
-    def are_still(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether `gradients` are in the memory that they had, one by one."""
-        then = [find() for find in self.storages]
-        return len(then) == len(gradients) and all(map(is_, _storages(gradients), then))
+    def among(self, params: Sequence[Tensor]) -> dict[int, int]:
+        """Which of them the gradients of `params` are: the place in `params`, and in `before`."""
+        found = {}
+        for place, row in enumerate(self.memory.rows_of(params)):
+            there = self._rows.get(row)
+            if there is not None and there not in self.gone:
+                found[place] = there
+        return found
+
+    def take(self, params: Sequence[Tensor]) -> dict[int, int]:
+        """As `among`; from here on these are no more of this clip."""
+        found = self.among(params)
+        self.gone.update(found.values())
+        return found
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none of them waits for a step any more."""
+        return len(self.gone) == len(self.before.places) or self.memory.is_gone()
 
     def tells(self, *, detail: bool) -> bool:
         """Whether both measurements are there, in as much detail as is wanted."""
@@ -312,191 +333,122 @@ class GradientReader:
     """Measures gradients, and remembers what it found before a clip."""
 
     def __init__(self) -> None:
-        # The last clip, as long as nobody has asked for a part of its gradients: the step of the
-        # same ones takes it whole.
-        self._latest: ClippedGradients | None = None
-        # By a gradient's storage and its place in it: what it was clipped with, and its row there.
-        self._clipped: dict[tuple[int, int], tuple[ClippedGradients, int]] = {}
+        # Clips whose gradients wait for a step. No gradient is in two of them: the last counts.
+        self._clips: list[ClippedGradients] = []
 
     @property
     def has_clips(self) -> bool:
         """Whether gradients were clipped that no step has taken yet."""
-        return self._latest is not None or bool(self._clipped)
+        return bool(self._clips)
 
-    def _one_by_one(self) -> dict[tuple[int, int], tuple[ClippedGradients, int]]:
-        """By gradient, what it was clipped with: also what the last clip was of."""
-        clipped, self._latest = self._latest, None
-        if clipped is not None:
-            there = zip([find() for find in clipped.storages], clipped.offsets, strict=True)
-            self._clipped.update(
-                ((id(storage), offset), (clipped, row))
-                for row, (storage, offset) in enumerate(there)
-                if storage is not None
-            )
-        return self._clipped
+    def _take(self, params: Sequence[Tensor]) -> list[tuple[ClippedGradients, dict[int, int]]]:
+        """The clips that gradients of `params` are of, and which, as `ClippedGradients.take`."""
+        taken = [(clipped, clipped.take(params)) for clipped in self._clips]
+        self._clips = [clipped for clipped in self._clips if not clipped.is_over]
+        return [(clipped, found) for clipped, found in taken if found]
 
     def before_clip(self, gradients: WatchedGradients, *, detail: bool) -> ClippedGradients | None:
         """Measures the gradients that are about to be clipped; None if there are none."""
-        self._clipped = {
-            key: (clipped, row)
-            for key, (clipped, row) in self._one_by_one().items()
-            if clipped.storages[row]() is not None
-        }
+        self._clips = [clipped for clipped in self._clips if not clipped.is_over]
         before = gradients.measure(detail=detail)
         if before is None:
             return None
-        each = _gradients(gradients.params, before.places)
-        self._latest = ClippedGradients(
-            storages=list(map(weakref.ref, _storages(each))),
-            before=before,
-            offsets=_offsets(each),
-            gradients=weakref.ref(gradients),
-        )
-        return self._latest
+        if self._clips:
+            self._take(gradients.params)
+        made = ClippedGradients(memory_of(gradients.params), before, weakref.ref(gradients))
+        self._clips.append(made)
+        return made
 
     def after_clip(
         self, clipped: ClippedGradients, gradients: WatchedGradients, clip: Clip
     ) -> None:
         """The clip is done: measures what it has left."""
         after = gradients.measure(detail=False)
-        if after is not None and clipped.are_still(_gradients(gradients.params, after.places)):
+        if after is not None and clipped.are_still(gradients, after):
             clipped.after = after.record
         clipped.effect = _effect(clip, clipped)
 
     def before_unscale(self, params: Sequence[Tensor]) -> None:
         """Gradients that were clipped are about to be divided by the scale."""
-        for clipped, places in self._waiting(params).items():
-            now = _measured_at(params, places)
+        for clipped, places in self._waiting(params):
+            now = _measured_again(clipped, params, places)
             assert clipped.after is not None
             clipped.untouched = _alike(now, clipped.after.statistics).all()
 
     def after_unscale(self, params: Sequence[Tensor], scale: Tensor) -> None:
         """They were divided: what was found of them is too, and so is the limit of the clip."""
-        for clipped, places in self._waiting(params).items():
+        for clipped, places in self._waiting(params):
             if clipped.untouched is None or clipped.effect is None:
                 continue
-            before, now = clipped.before, _measured_at(params, places)
+            before, now = clipped.before, _measured_again(clipped, params, places)
             divisor = moved(scale, before.record.row.device)
             # A norm that none can have: what somebody has written meanwhile is not the clip's.
             norms = torch.where(clipped.untouched, now.norms, torch.full_like(now.norms, -1.0))
-            clipped.after = _summed(replace(now, norms=norms), double=before.double)
+            now = Statistics(norms, now.nan, now.inf)
+            clipped.after = _summed(now, double=before.double)
             divided = _divided(before.record.statistics, divisor)
             clipped.before = before._replace(record=_summed(divided, double=before.double))
             clipped.untouched = None
             clipped.effect = clipped.effect.divided(divisor)
 
-    def _waiting(self, params: Sequence[Tensor]) -> dict[ClippedGradients, list[int]]:
+    def _waiting(self, params: Sequence[Tensor]) -> list[tuple[ClippedGradients, list[int]]]:
         """Clips that are over, all of whose gradients are among those of `params`: which ones."""
-        found: dict[ClippedGradients, dict[int, int]] = {}  # By row: the place in `params`.
-        known = self._one_by_one()
-        for place, param in enumerate(params if known else ()):
-            gradient = param.grad
-            was = None if gradient is None else known.get(_key(gradient))
-            if gradient is not None and was is not None and was[0].is_of(gradient, was[1]):
-                found.setdefault(was[0], {})[was[1]] = place
-        return {
-            clipped: [rows[row] for row in range(len(rows))]
-            for clipped, rows in found.items()
-            if clipped.after is not None and len(rows) == len(clipped.storages)
-        }
+        waiting = []
+        for clipped in self._clips:
+            if clipped.after is None or clipped.gone:
+                continue
+            place_of = {there: place for place, there in clipped.among(params).items()}
+            if len(place_of) == len(clipped.before.places):
+                waiting.append((clipped, [place_of[there] for there in range(len(place_of))]))
+        return waiting
 
     def gradients_clear(self, params: Iterable[Tensor]) -> None:
         """Gradients are about to be cleared, perhaps in place: what comes there is not clipped."""
-        known = self._one_by_one()
-        for param in params if known else ():
-            if param.grad is not None:
-                known.pop(_key(param.grad), None)
+        if self._clips:
+            self._take(list(params))
 
     def effects(self, params: Sequence[Tensor]) -> dict[str, Any]:
         """`limit` and `clipped` of clips that no reading has told of; empty if there is none."""
-        effects: dict[int, ClipEffect] = {}  # Each of them once.
-        known = self._one_by_one()
-        for gradient in _gradients(params, range(len(params))) if known else ():
-            was = known.pop(_key(gradient), None)
-            if was is not None and was[0].effect is not None and was[0].is_of(gradient, was[1]):
-                effects[id(was[0].effect)] = was[0].effect
-        return _together(list(effects.values()))
+        taken = [clipped.effect for clipped, _ in self._take(params)]
+        return _together([effect for effect in taken if effect is not None])
 
     def read(self, gradients: WatchedGradients, *, detail: bool) -> Reading:
         """Measures the gradients; those that a clip has left tell of before it."""
         now = gradients.measure(detail=detail)
         if now is None:
             return Reading([], None, [], double=False)
-        if not self.has_clips:
+        for clipped in self._clips:
+            # All of them were clipped together, as a rule, and nothing else.
+            if (
+                clipped.gradients() is gradients
+                and not clipped.gone
+                and clipped.are_still(gradients, now)
+            ):
+                self._clips.remove(clipped)
+                clip = _together([clipped.effect] if clipped.effect is not None else [])
+                if not clipped.tells(detail=detail):
+                    return Reading(now.places, now.record, now.elements, now.double, clip)
+                record = _before_clip(now.record, clipped)
+                return Reading(now.places, record, now.elements, now.double, clip, now.record)
+        if not self._clips:
             return Reading(now.places, now.record, now.elements, double=now.double)
-        each = _gradients(gradients.params, now.places)
-        clipped = self._latest
-        if (
-            clipped is not None
-            and not self._clipped
-            and clipped.gradients() is gradients
-            and clipped.before.places == now.places
-            and clipped.offsets == _offsets(each)
-            and clipped.are_still(each)
-        ):
-            self._latest = None
-            clip = _together([clipped.effect] if clipped.effect is not None else [])
-            if not clipped.tells(detail=detail):
-                return Reading(now.places, now.record, now.elements, now.double, clip)
-            record = _before_clip(now.record, clipped)
-            return Reading(now.places, record, now.elements, now.double, clip, now.record)
         return self._read_parts(gradients, now, detail=detail)
 
     def _read_parts(self, gradients: WatchedGradients, now: Measured, *, detail: bool) -> Reading:
         """As `read`, gradient by gradient: each may have been clipped with others, or not."""
-        known = self._one_by_one()
-        rows: dict[ClippedGradients, list[tuple[int, int]]] = {}  # In what is found, and before.
-        effects: dict[int, ClipEffect] = {}  # Each of them once.
-        for here, gradient in enumerate(_gradients(gradients.params, now.places)):
-            was = known.pop(_key(gradient), None)  # It was clipped for this step.
-            if was is None or not was[0].is_of(gradient, was[1]):
-                continue
-            clipped, row = was
+        here = {place: row for row, place in enumerate(now.places)}
+        found, effects, is_told = now.record.statistics, [], False
+        for clipped, places in self._take(gradients.params):
             if clipped.effect is not None:
-                effects[id(clipped.effect)] = clipped.effect
-            if clipped.tells(detail=detail):
-                rows.setdefault(clipped, []).append((here, row))
-        clip = _together(list(effects.values()))
-        if not rows:
+                effects.append(clipped.effect)
+            pairs = [(here[place], there) for place, there in places.items() if place in here]
+            if pairs and clipped.tells(detail=detail):
+                found, is_told = _unclipped(found, clipped, pairs, detail=detail), True
+        clip = _together(effects)
+        if not is_told:
             return Reading(now.places, now.record, now.elements, now.double, clip)
-        found = now.record.statistics
-        for clipped, pairs in rows.items():
-            found = _unclipped(found, clipped, pairs, detail=detail)
         record = _summed(found, double=now.double)
         return Reading(now.places, record, now.elements, now.double, clip, now.record)
-
-
-def _gradients(params: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
-    return [gradient for place in places if (gradient := params[place].grad) is not None]
-
-
-def _key(gradient: Tensor) -> tuple[int, int]:
-    return id(storage_of(gradient)), _offset_of(gradient)
-
-
-def _offset_of(gradient: Tensor) -> int:
-    return 0 if gradient.is_sparse else int(gradient.storage_offset())
-
-
-# Of plain tensors by a walk in C: 400 in 0.1 ms, one by one in 0.6.
-
-
-def _storages(gradients: Sequence[Tensor]) -> list[Any]:
-    if {Tensor}.issuperset(map(type, gradients)):
-        try:
-            return list(map(TensorBase.untyped_storage, gradients))
-        except (NotImplementedError, RuntimeError):  # One is sparse.
-            pass
-    return list(map(storage_of, gradients))
-
-
-def _offsets(gradients: Sequence[Tensor]) -> list[int]:
-    if {Tensor}.issuperset(map(type, gradients)):
-        try:
-            return list(map(TensorBase.storage_offset, gradients))
-        except (NotImplementedError, RuntimeError):
-            pass
-    return list(map(_offset_of, gradients))
 
 
 def _effect(clip: Clip, gradients: ClippedGradients) -> ClipEffect:
@@ -631,11 +583,18 @@ def _alike(one: Statistics, other: Statistics) -> Tensor:
 
 def _divided(found: Statistics, scale: Tensor) -> Statistics:
     largest = None if found.largest is None else found.largest / scale
-    return replace(found, norms=found.norms / scale, largest=largest)
+    return Statistics(found.norms / scale, found.nan, found.inf, largest, found.zeros)
 
 
-def _measured_at(params: Sequence[Tensor], places: Sequence[int]) -> Statistics:
-    """Of the gradients of some of `params`, all of which have one."""
+def _measured_again(
+    clipped: ClippedGradients, params: Sequence[Tensor], places: Sequence[int]
+) -> Statistics:
+    """Of gradients that were clipped, all of which are now those of `params` at these places."""
+    gradients = clipped.gradients()
+    if gradients is not None:
+        now = gradients.measure(detail=False)
+        if now is not None and clipped.are_still(gradients, now):
+            return now.record.statistics
     _, tensors = measurable_gradients([params[place] for place in places])
     return _measured(tensors, detail=False)
 

@@ -352,6 +352,24 @@ class _Introduction:
         """Whether these are the same parameters."""
         return len(params) == len(self._params) and not any(map(is_not, params, self._params))
 
+    def has_gradients_of(self, params: list[Tensor]) -> bool:
+        """Whether those with a gradient among these are those with one among its own.
+
+        `model.parameters()` may be in another order than the optimizer's groups, and may hold
+        parameters that are not trained.
+        """
+        if self.is_of(params):
+            return True
+        given = set(map(id, params))
+        if self.ids.isdisjoint(given) or len(given) != len(params):
+            return False
+        return not any(
+            param.grad is not None
+            for ours, theirs in ((params, self.ids), (self._params, given))
+            for param in ours
+            if id(param) not in theirs
+        )
+
     def kept_by(self, optimizer: Any) -> Callable[[], _Introduction | None]:
         """Gives it to the optimizer, and returns what finds it as long as that lives."""
         try:
@@ -666,17 +684,17 @@ class StepRecorder(StepListener):
     def clip_begins(self, clip: Clip) -> None:
         if self._tells_only_losses(clip.params):
             return
-        detail = clip.by_value or self._wants_detail(set(map(id, clip.params)))
-        gradients = self._gradients_of(list(clip.params))
+        params = list(clip.params)
+        every = [intro for find in self._introductions.values() if (intro := find()) is not None]
+        known = next((intro for intro in every if intro.has_gradients_of(params)), None)
+        if known is None:
+            gradients = WatchedGradients(params, once=True)
+            detail = clip.by_value or self._wants_detail(every, set(map(id, params)))
+        else:
+            gradients = known.gradients
+            detail = clip.by_value or self.recorder_now().wants_detail(known.index)
         clipped = self._reader.before_clip(gradients, detail=detail)
         self._clipping = None if clipped is None else (clipped, gradients)
-
-    def _gradients_of(self, params: list[Tensor]) -> WatchedGradients:
-        """Those of an optimizer, if these are its parameters."""
-        for known in [find() for find in self._introductions.values()]:
-            if known is not None and known.is_of(params):
-                return known.gradients
-        return WatchedGradients(params, once=True)
 
     def _tells_only_losses(self, params: Sequence[Tensor]) -> bool:
         """Whether this rank has nothing to say of these gradients: rank 0 has the same ones."""
@@ -689,10 +707,10 @@ class StepRecorder(StepListener):
             for each in known
         )
 
-    def _wants_detail(self, params: set[int]) -> bool:
+    def _wants_detail(self, every: Sequence[_Introduction], params: set[int]) -> bool:
         """Whether a step that these are clipped for may be recorded in detail."""
-        for known in [find() for find in self._introductions.values()]:
-            if known is not None and not known.ids.isdisjoint(params):
+        for known in every:
+            if not known.ids.isdisjoint(params):
                 params = params - known.ids
                 if self.recorder is None or self.recorder.wants_detail(known.index):
                     return True

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "gradient_marks.h"
+#include "gradient_memory.h"
 #include "gradient_meter.h"
 #include "gradient_walk.h"
 #include "native.h"
@@ -58,7 +59,8 @@ bool cpu_memory(PyObject* given, const void** out, size_t* bytes) {
 
 bool add_tensor_walk(PyObject* module) {
   return add_gradient_walk(module) && add_gradient_meter(module) && add_gradient_marks(module) &&
-         add_parameter_marks(module) && add_step_watch(module) && add_weight_sample(module);
+         add_gradient_memory(module) && add_parameter_marks(module) && add_step_watch(module) &&
+         add_weight_sample(module);
 }
 
 }  // namespace gradilocks
