@@ -408,7 +408,8 @@ class GradScaler(torch.amp.GradScaler):
         return returned
 
     def _step_enabled(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
-        self._moving("step")
+        if self._scale is None or self._growth_tracker is None:
+            self._check_scale_growth_tracker("step")  # Raises; it words that at every call.
         if id(optimizer) not in self._now.steps:
             self._now.steps[id(optimizer)] = _OptimizerStep(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
@@ -445,7 +446,9 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             self._start_iteration()
             return
-        scale, _ = self._moving("update")
+        scale = self._scale
+        if scale is None or self._growth_tracker is None:
+            scale, _ = self._check_scale_growth_tracker("update")  # Raises.
         if new_scale is not None:
             bounds = self._min_scale, self._max_scale
             lowest, highest = bounds if self._policy is None else self._policy.bounds()
@@ -1217,17 +1220,11 @@ class GradScaler(torch.amp.GradScaler):
 
     # The scale and its rule.
 
-    def _moving(self, caller: str) -> tuple[Tensor, Tensor]:
-        """The scale and its tracker; as torch's check, which words its complaint at every call."""
-        if self._scale is None or self._growth_tracker is None:
-            self._check_scale_growth_tracker(caller)  # Raises.
-        assert self._scale is not None
-        assert self._growth_tracker is not None
-        return self._scale, self._growth_tracker
-
     def _state(self) -> ScaleState:
         """The moving part of the scale; torch's own methods move and replace two of its tensors."""
-        scale, tracker = self._moving("step")
+        scale, tracker = self._scale, self._growth_tracker
+        assert scale is not None
+        assert tracker is not None
         state = self._scale_state
         if state is None or state.scale is not scale or state.growth_tracker is not tracker:
             hysteresis = torch.ones_like(tracker)  # Of 1: any skip backs off.
