@@ -35,6 +35,7 @@ from report import Row, save, table
 
 CPU_SIZES = ["124M", "1M"]
 GPU_SIZES = ["1.1B", "124M", "22M", "0.3M", "8M"]
+FEW = ["12 tensors", "2 tensors"]
 COMPILED = ["124M", "22M", "0.3M", "tiny"]
 """Where torch.compile needs seconds, not minutes."""
 CPU_ROUNDS = {"124M": 31}
@@ -86,7 +87,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("-o", "--output", type=Path, default=None, help="also write JSON here")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
-        "--rows", default="", help=f"of {','.join(ROW_SETS)}; default: step,clip on a CPU, or all"
+        "--rows",
+        default="",
+        help=f"of {','.join(ROW_SETS)}; default: step,clip,dropin on a CPU, or all",
     )
     parser.add_argument(
         "--compile",
@@ -98,7 +101,7 @@ def parsed() -> argparse.Namespace:
         "--queued", action="store_true", help="time the GPU also with its queue full, host hidden"
     )
     options = parser.parse_args()
-    everything = list(ROW_SETS) if options.device == "cuda" else ["step", "clip"]
+    everything = list(ROW_SETS) if options.device == "cuda" else ["step", "clip", "dropin"]
     options.rows = options.rows.split(",") if options.rows else everything
     options.size = options.size.split(",")
     if unknown := set(options.rows) - set(ROW_SETS):
@@ -143,6 +146,8 @@ def sizes_of(row_set: str, asked: list[str], *, on_gpu: bool) -> list[str]:
         return [size for size in asked if size in there]
     if row_set == "moe":
         return ["2.5B"]
+    if row_set == "dropin":
+        return FEW
     if not on_gpu:
         return CPU_SIZES
     return GPU_SIZES if row_set == "step" else ["1.1B"]

@@ -73,18 +73,20 @@ def with_scaler(
     limit: float,
     scaler_class: Callable[..., torch.amp.GradScaler],
     *,
-    clip: Callable[..., Tensor],
+    clip: Callable[..., Tensor] | None,
     fused: bool | None,
     compiled: bool = False,
 ) -> Ready:
-    """The loop that people have: unscale_, clip_grad_norm_, step, update."""
+    """The loop that people have: unscale_, clip_grad_norm_, step, update; the last two alone if
+    there is no clip."""
     params = load.parameters()
     optimizer = torch.optim.AdamW(params, lr=LR, eps=load.eps, fused=fused)
     scaler = scaler_class(load.device.type)
 
     def after_backward() -> None:
-        scaler.unscale_(optimizer)
-        clip(params, limit)
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            clip(params, limit)
         scaler.step(optimizer)
 
     if compiled:
@@ -97,6 +99,18 @@ def with_scaler(
         scaler.update()
 
     return Ready(run, partial(load.put_gradients, params), lambda: params)
+
+
+def drop_in_contenders(load: Workload, limit: float) -> list[Contender]:
+    """torch's scaler and ours around torch's default AdamW; without a limit nobody clips."""
+    clips = limit < float("inf")
+    torchs = partial(with_scaler, load, limit, torch.amp.GradScaler, fused=None)
+    ours = partial(with_scaler, load, limit, gradilocks.GradScaler, fused=None)
+    clip = gradilocks.clip_grad_norm_
+    return [
+        Contender("torch", partial(torchs, clip=_torch_clip if clips else None), baseline=True),
+        Contender("drop-in", partial(ours, clip=clip if clips else None)),
+    ]
 
 
 def with_control(load: Workload, limit: float, *, own: bool = False) -> Ready:

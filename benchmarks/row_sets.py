@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 from compete import Settings, compete, free
-from contenders import step_contenders, with_control, with_telemetry
+from contenders import drop_in_contenders, step_contenders, with_control, with_telemetry
 from floor import BF16_BYTES, CLIP_BYTES, MASTERS_BYTES, NORM_BYTES, STEP_BYTES, Floor
 from half_contenders import expert_contenders, masters_contenders
 from harness import Contender, Ready
@@ -58,6 +58,13 @@ def step_rows(job: Job) -> list[Row]:
         del load, contenders
         free()
     return rows
+
+
+def drop_in_rows(job: Job) -> list[Row]:
+    """The drop-in around an unfused optimizer, where the host's time is all there is."""
+    load = Workload(SIZES[job.size](), device=job.device, fresh=True)
+    name = f"drop-in, default AdamW, {load.describe(job.limit)}"
+    return _measured(job, load, name, drop_in_contenders(load, job.limit), STEP_BYTES)
 
 
 def clip_rows(job: Job) -> list[Row]:
@@ -121,6 +128,7 @@ def moe_rows(job: Job) -> list[Row]:
 ROW_SETS: dict[str, Callable[[Job], list[Row]]] = {
     "step": step_rows,
     "clip": clip_rows,
+    "dropin": drop_in_rows,
     "telemetry": telemetry_rows,
     "masters": masters_rows,
     "moe": moe_rows,

@@ -85,6 +85,8 @@ SIZES: dict[str, Callable[[], Shapes]] = {
     "8M": lambda: list(many(2000, 4000)),
     "1M": lambda: list(gpt(2048, 80, 12, 256)),
     "tiny": lambda: list(small(41, 4)),
+    "12 tensors": lambda: list(small(41, 3)),
+    "2 tensors": lambda: list(small(41, 1))[:2],
 }
 
 EXPERTS: dict[str, Callable[[], Shapes]] = {
@@ -163,6 +165,8 @@ class Workload:
     def describe(self, limit: float) -> str:
         """The workload in a few words: `124.4 M in 148 tensors, clipping`."""
         size = f"{self.count / 1e9:.2f} B" if self.count >= 1e9 else f"{self.count / 1e6:.1f} M"
+        if self.count < 1e5:
+            size = f"{self.count:,}"
         words = [f"{size} in {len(self._shapes)} tensors"]
         if self.dtype is not torch.float32:
             words.append(str(self.dtype).removeprefix("torch."))

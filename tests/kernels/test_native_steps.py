@@ -17,6 +17,7 @@ from torch import nn
 import gradilocks
 from gradilocks import GradientControl, kernels, optim
 from gradilocks.kernels import native
+from gradilocks.optim import fused_optimizer
 from tests.forks import fork
 
 if native.library() is None:
@@ -84,6 +85,16 @@ def test_any_number_of_threads_steps_alike(name, threads):
         threads(number)
         found.append(trained(MAKERS[name], bad=2))
     assert all(same(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_where_tensors_are_cut_for_the_threads_changes_no_bit(name, threads, monkeypatch):
+    # A thread steps what follows each other of a tensor in one run, up to where another one begins.
+    threads(2)
+    expected = trained(MAKERS[name])
+    for chunk in (64, 1 << 20):
+        monkeypatch.setattr(fused_optimizer, "CHUNK", chunk)
+        assert same(trained(MAKERS[name]), expected)
 
 
 @pytest.mark.parametrize("name", MAKERS)

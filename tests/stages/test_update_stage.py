@@ -33,6 +33,26 @@ def test_an_optimizer_steps_on_multiplied_gradients_or_not_at_all(fused, skip):
         assert p.grad.tolist() == [8.0, 16.0]
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("skip", [0.0, 1.0])
+def test_torchs_adam_counts_a_step_on_the_host_only_if_it_is_taken(kind, skip):
+    p, twin = (parameter([1.0, 2.0], [8.0, 16.0]) for _ in range(2))
+    optimizer, right = kind([p], lr=0.5, fused=True), kind([twin], lr=0.5, fused=True)
+    seen = []
+    optimizer.register_step_pre_hook(lambda own, *_: seen.append(own.found_inf))
+    update(optimizer, decision(1.0), [p.grad], inside=True, device=p.device)
+    right.step()
+    update(optimizer, decision(1.0, skip), [p.grad], inside=True, device=p.device)
+    if not skip:
+        right.step()
+    # It need not be told of a step that the host sees taken, and has to be of one that is not.
+    assert seen == [None, None if not skip else torch.tensor(1.0)]
+    assert p.tolist() == twin.tolist()
+    state, wanted = optimizer.state[p], right.state[twin]
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    assert not hasattr(optimizer, "found_inf")
+
+
 def test_an_optimizer_without_gradients_is_not_stepped():
     p = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([p], lr=1.0)

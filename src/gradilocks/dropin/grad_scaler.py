@@ -291,6 +291,9 @@ class GradScaler(torch.amp.GradScaler):
         if record is not None:
             self._begin_record(record, config)
 
+    # The rules of an earlier `update`, and the numbers that they were made of.
+    _latest_rules: tuple[tuple[float, ...], ScaleRules | None] = (), None
+
     @property
     def model(self) -> nn.Module | Mapping[str, nn.Module] | None:
         """The module that names the parameters.
@@ -416,8 +419,10 @@ class GradScaler(torch.amp.GradScaler):
         return returned
 
     def _step_enabled(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
-        self._check_scale_growth_tracker("step")
-        self._now.steps.setdefault(id(optimizer), _OptimizerStep(optimizer))
+        if self._scale is None or self._growth_tracker is None:
+            self._check_scale_growth_tracker("step")  # Raises; it words that at every call.
+        if id(optimizer) not in self._now.steps:
+            self._now.steps[id(optimizer)] = _OptimizerStep(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
@@ -452,7 +457,9 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             self._start_iteration()
             return
-        scale, _ = self._check_scale_growth_tracker("update")
+        scale = self._scale
+        if scale is None or self._growth_tracker is None:
+            scale, _ = self._check_scale_growth_tracker("update")  # Raises.
         if new_scale is not None:
             bounds = self._min_scale, self._max_scale
             lowest, highest = bounds if self._policy is None else self._policy.bounds()
@@ -1223,21 +1230,25 @@ class GradScaler(torch.amp.GradScaler):
         """Whether somebody has put something of his own in the place of one of these methods: in a
         subclass, on this object, as trainers of fp16 models do, or in our own class."""
         kind, own = type(self), self.__dict__
-        return any(getattr(kind, name) is not _OWN[name] or name in own for name in names)
+        for name in names:  # noqa: SIM110 (`any` over a generator takes three times as long)
+            if getattr(kind, name) is not _OWN[name] or name in own:
+                return True
+        return False
 
     def _tell(self, optimizer: Any, skip: Tensor) -> None:
         """Keeps what this step found, for `outcome`; everything stays on the device."""
         known = self._now.steps.get(id(optimizer))
-        if known is not None and known.seen is not None and self._scale is not None:
+        scale = self._scale
+        if known is not None and known.seen is not None and scale is not None:
             params = known.params
             if len(known.seen.counted) > 1:
                 params = [params[place] for place in known.seen.places]
             assert known.engine is not None
-            # Made when somebody reads it.
+            # Made when somebody reads it. A number on the host is a tenth of a copy of its tensor.
             self._outcome = partial(
                 _outcome_of,
                 skip,
-                self._scale.clone(),
+                float(scale) if scale.is_cpu else scale.clone(),
                 tuple(known.seen.counted),
                 known.engine.namer(params),
             )
@@ -1246,7 +1257,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def _state(self) -> ScaleState:
         """The moving part of the scale; torch's own methods move and replace two of its tensors."""
-        scale, tracker = self._check_scale_growth_tracker("step")
+        scale, tracker = self._scale, self._growth_tracker
+        assert scale is not None
+        assert tracker is not None
         state = self._scale_state
         if state is None or state.scale is not scale or state.growth_tracker is not tracker:
             hysteresis = torch.ones_like(tracker)  # Of 1: any skip backs off.
@@ -1289,14 +1302,13 @@ class GradScaler(torch.amp.GradScaler):
 
     def _torchs_rules(self) -> ScaleRules:
         """How torch's scaler moves; its setters change the numbers in mid-run."""
-        return ScaleRules(
-            moves=True,
-            growth_factor=self._growth_factor,
-            backoff_factor=self._backoff_factor,
-            growth_interval=self._growth_interval,
-            min_scale=self._min_scale,
-            max_scale=self._max_scale,
-        )
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        numbers = *factors, self._min_scale, self._max_scale
+        known, rules = self._latest_rules
+        if rules is None or numbers != known:
+            rules = ScaleRules(True, *numbers)
+            self._latest_rules = numbers, rules
+        return rules
 
     def _show_policys_numbers(self, policy: ScalePolicy) -> None:
         """Torch's own numbers, as far as the policy has them: they are shown and saved."""
@@ -1362,11 +1374,13 @@ def _scale_policy(given: object) -> ScalePolicy | None:
 
 def _outcome_of(
     skip: Tensor,
-    scale: Tensor,
+    scale: Tensor | float,
     counts: Sequence[Callable[[], NonFinite]],
     names: Callable[[], Sequence[tuple[int, str]]],
 ) -> ScalerOutcome:
     """What a step without an engine found; it keeps neither gradients nor parameters alive."""
+    if not isinstance(scale, Tensor):
+        scale = torch.scalar_tensor(scale, dtype=torch.float32, device="cpu")
     home = scale.device
     return ScalerOutcome(
         skip=moved(skip, home),

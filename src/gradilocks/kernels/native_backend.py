@@ -57,8 +57,10 @@ _library: Any = native.library()
 if _library is None:
     raise ImportError("the native library is not there")
 _address = TensorBase.data_ptr
-_FLOAT: Any = {"dtype": torch.float32, "device": "cpu"}
-_WIDE: Any = {"dtype": torch.float64, "device": "cpu"}
+# An object, since a device by its name takes torch 0.3 us each time to read.
+_CPU = torch.device("cpu")
+_FLOAT: Any = {"dtype": torch.float32, "device": _CPU}
+_WIDE: Any = {"dtype": torch.float64, "device": _CPU}
 
 
 def measure(tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = False) -> Statistics:
@@ -89,7 +91,7 @@ def multiply_and_check_(
         broken = bool(found[3:].any())
     if factor != 1.0:
         note_written(tensors)
-    return torch.full((), float(broken), **_FLOAT), lambda: nonfinite_of(found)
+    return torch.scalar_tensor(float(broken), **_FLOAT), lambda: nonfinite_of(found)
 
 
 def multiply_(tensors: Sequence[Tensor], multiplier: Tensor) -> None:
@@ -437,5 +439,6 @@ def _step_code(kind: Any) -> int:
 
 def _check(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
     # The kernel gets addresses: another dtype would be read as something else.
-    assert [tensor.dtype for tensor in tensors] == list(dtypes)
-    assert all(tensor.is_cpu for tensor in tensors)
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
+        assert tensor.dtype is dtype
+        assert tensor.is_cpu

@@ -7,6 +7,7 @@ that neither the host nor a captured graph has to know what the scale is.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,10 @@ class ScaleRules:
 
     def numbers(self) -> tuple[float, ...]:
         """Growth, backoff, interval, lowest, highest and hysteresis, as kernels read them."""
+        return self._numbers
+
+    @functools.cached_property
+    def _numbers(self) -> tuple[float, ...]:
         # The tracker is an int32: a longer interval is one that no run reaches.
         never = self.growth_interval < 1
         interval = math.inf if never else min(self.growth_interval, _LONGEST)

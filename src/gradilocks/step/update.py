@@ -105,10 +105,18 @@ def update(
         on_host = (
             any(tensor.is_cpu for tensor in tensors) if device is None else device.type == "cpu"
         )
+        found_inf: Tensor | None = decision.skip
+        if device is not None and on_host and decision.skip.is_cpu:
+            # torch's Adam and AdamW take it off each parameter's count of steps again, whatever it
+            # is: of 148 parameters 0.06 ms, beside 0.08 for measuring and deciding (1.1 M elements,
+            # AMD Zen 5). A step that the host sees taken goes without.
+            own = own_step(optimizer)
+            if own is not None and own.code in _ELEMENTWISE and not decision.skip.item():
+                found_inf = None
         with handing_over(
             optimizer,
             grad_scale=grad_scale,
-            found_inf=decision.skip,
+            found_inf=found_inf,
             consume=consume,
             on_host=on_host,
         ):

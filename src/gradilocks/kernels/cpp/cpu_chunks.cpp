@@ -137,4 +137,15 @@ void Chunks::run(int64_t grain, const std::function<void(int64_t, int64_t)>& wor
   });
 }
 
+void Chunks::run_pieces(int64_t grain, const std::function<void(const Chunk&)>& work) const {
+  run(grain, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to;) {
+      const int64_t end = std::min(to, begin[chunks[i].tensor + 1]);
+      const Chunk &first = chunks[i], &last = chunks[end - 1];
+      work({first.tensor, first.start, last.start + last.length - first.start});
+      i = end;
+    }
+  });
+}
+
 }  // namespace gradilocks

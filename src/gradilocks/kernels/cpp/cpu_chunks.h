@@ -28,6 +28,12 @@ class Chunks {
   // `grain`: so few elements are not worth a thread of their own.
   void run(int64_t grain, const std::function<void(int64_t, int64_t)>& work) const;
 
+  // Calls `work` with the same runs as pieces: chunks of one tensor that follow each other are one.
+  // For what is done element by element. AdamW's loop loses 400 ns whenever it begins anew, in
+  // which it steps 1,000 elements; why so much is not known (Zen 5, 124 M float32 on two cores:
+  // 36.7 ms in chunks of 4,096, 27.6 in pieces; torch's fused step 32.1).
+  void run_pieces(int64_t grain, const std::function<void(const Chunk&)>& work) const;
+
   int64_t count() const { return static_cast<int64_t>(codes.size()); }
 
   std::vector<Chunk> chunks;

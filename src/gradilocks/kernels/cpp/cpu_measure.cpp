@@ -215,7 +215,7 @@ Found gathered(const Part* part, const Part* end, int order) {
 }
 
 template <class T>
-void multiply_chunk(T* x, int64_t length, Work<T> factor) {
+void multiply_piece(T* x, int64_t length, Work<T> factor) {
   if constexpr (std::is_same_v<T, Work<T>>) {
     for (int64_t i = 0; i < length; ++i) {
       x[i] *= factor;
@@ -234,7 +234,7 @@ void multiply_chunk(T* x, int64_t length, Work<T> factor) {
 }
 
 template <class T>
-void clamp_chunk(T* x, int64_t length, Work<T> bound) {
+void clamp_piece(T* x, int64_t length, Work<T> bound) {
   for (int64_t i = 0; i < length; ++i) {
     const Work<T> value = widened(x[i]);
     round_to(x[i], value > bound ? bound : value < -bound ? -bound : value);
@@ -276,36 +276,30 @@ FoundAll measure(const Chunks& tensors, const int64_t* pointers, int order, doub
 }
 
 void multiply(const Chunks& tensors, const int64_t* pointers, const double* factors, bool each) {
-  tensors.run(WRITE_GRAIN, [&](int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; ++i) {
-      const Chunk& chunk = tensors.chunks[i];
-      const double factor = factors[each ? chunk.tensor : 0];
-      if (factor == 1.0) {
-        continue;
-      }
-      with_type(static_cast<int>(tensors.codes[chunk.tensor]), [&](auto* type) {
-        using T = std::remove_pointer_t<decltype(type)>;
-        T* x = reinterpret_cast<T*>(pointers[chunk.tensor]) + chunk.start;
-        multiply_chunk(x, chunk.length, static_cast<Work<T>>(factor));
-      });
+  tensors.run_pieces(WRITE_GRAIN, [&](const Chunk& piece) {
+    const double factor = factors[each ? piece.tensor : 0];
+    if (factor == 1.0) {
+      return;
     }
+    with_type(static_cast<int>(tensors.codes[piece.tensor]), [&](auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      T* x = reinterpret_cast<T*>(pointers[piece.tensor]) + piece.start;
+      multiply_piece(x, piece.length, static_cast<Work<T>>(factor));
+    });
   });
 }
 
 void clamp(const Chunks& tensors, const int64_t* pointers, double bound) {
-  tensors.run(WRITE_GRAIN, [&](int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; ++i) {
-      const Chunk& chunk = tensors.chunks[i];
-      const int64_t dtype = tensors.codes[chunk.tensor];
-      if (!(bound <= largest_of(dtype))) {
-        continue;
-      }
-      with_type(static_cast<int>(dtype), [&](auto* type) {
-        using T = std::remove_pointer_t<decltype(type)>;
-        T* x = reinterpret_cast<T*>(pointers[chunk.tensor]) + chunk.start;
-        clamp_chunk(x, chunk.length, static_cast<Work<T>>(bound));
-      });
+  tensors.run_pieces(WRITE_GRAIN, [&](const Chunk& piece) {
+    const int64_t dtype = tensors.codes[piece.tensor];
+    if (!(bound <= largest_of(dtype))) {
+      return;
     }
+    with_type(static_cast<int>(dtype), [&](auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      T* x = reinterpret_cast<T*>(pointers[piece.tensor]) + piece.start;
+      clamp_piece(x, piece.length, static_cast<Work<T>>(bound));
+    });
   });
 }
 

@@ -173,7 +173,7 @@ inline void with_flags(bool first, bool second, bool third, F&& work) {
 }
 
 template <class W>
-void adam_chunk(const Chunk& chunk, const Kind& kind, const int64_t* place, int64_t tensors,
+void adam_piece(const Chunk& piece, const Kind& kind, const int64_t* place, int64_t tensors,
                 int64_t gradient, const double* rate, const float* divisor) {
   const bool amsgrad = kind.first, maximize = kind.second, decoupled = kind.third;
   const auto number = [rate](int at) { return static_cast<W>(rate[at]); };
@@ -188,17 +188,17 @@ void adam_chunk(const Chunk& chunk, const Kind& kind, const int64_t* place, int6
                                   divisor == nullptr ? W(1) : static_cast<W>(*divisor),
                                   maximize ? W(-1) : W(1)};
   const int wide = std::is_same_v<W, double> ? FLOAT64 : FLOAT32;
-  Column<W> params(place[0], kind.param, chunk.start);
+  Column<W> params(place[0], kind.param, piece.start);
   Column<W> weights(place[kind.master ? 4 * tensors : 0], kind.master ? wide : kind.param,
-                    chunk.start);
-  Column<W> first(place[tensors], kind.state, chunk.start);
-  Column<W> second(place[2 * tensors], kind.state, chunk.start);
-  Column<W> largest(place[3 * tensors], kind.state, chunk.start);
-  Column<W> grads(gradient, kind.grad, chunk.start);
+                    piece.start);
+  Column<W> first(place[tensors], kind.state, piece.start);
+  Column<W> second(place[2 * tensors], kind.state, piece.start);
+  Column<W> largest(place[3 * tensors], kind.state, piece.start);
+  Column<W> grads(gradient, kind.grad, piece.start);
   const bool direct = weights.is_wide() && first.is_wide() && grads.is_wide() && !kind.master;
-  const int64_t block = direct ? chunk.length : BLOCK;
-  for (int64_t from = 0; from < chunk.length; from += block) {
-    const int64_t count = std::min(block, chunk.length - from);
+  const int64_t block = direct ? piece.length : BLOCK;
+  for (int64_t from = 0; from < piece.length; from += block) {
+    const int64_t count = std::min(block, piece.length - from);
     W* p = weights.read(from, count);
     W* m = first.read(from, count);
     W* v = second.read(from, count);
@@ -220,7 +220,7 @@ void adam_chunk(const Chunk& chunk, const Kind& kind, const int64_t* place, int6
 }
 
 template <class W>
-void sgd_chunk(const Chunk& chunk, const Kind& kind, const int64_t* place, int64_t tensors,
+void sgd_piece(const Chunk& piece, const Kind& kind, const int64_t* place, int64_t tensors,
                int64_t gradient, const double* rate, const float* divisor) {
   const bool momentum = kind.first, nesterov = kind.second, maximize = kind.third;
   const auto number = [rate](int at) { return static_cast<W>(rate[at]); };
@@ -232,15 +232,15 @@ void sgd_chunk(const Chunk& chunk, const Kind& kind, const int64_t* place, int64
                                  divisor == nullptr ? W(1) : static_cast<W>(*divisor),
                                  maximize ? W(-1) : W(1)};
   const int wide = std::is_same_v<W, double> ? FLOAT64 : FLOAT32;
-  Column<W> params(place[0], kind.param, chunk.start);
+  Column<W> params(place[0], kind.param, piece.start);
   Column<W> weights(place[kind.master ? 2 * tensors : 0], kind.master ? wide : kind.param,
-                    chunk.start);
-  Column<W> buffers(place[tensors], kind.state, chunk.start);
-  Column<W> grads(gradient, kind.grad, chunk.start);
+                    piece.start);
+  Column<W> buffers(place[tensors], kind.state, piece.start);
+  Column<W> grads(gradient, kind.grad, piece.start);
   const bool direct = weights.is_wide() && (!momentum || buffers.is_wide()) && grads.is_wide();
-  const int64_t block = direct && !kind.master ? chunk.length : BLOCK;
-  for (int64_t from = 0; from < chunk.length; from += block) {
-    const int64_t count = std::min(block, chunk.length - from);
+  const int64_t block = direct && !kind.master ? piece.length : BLOCK;
+  for (int64_t from = 0; from < piece.length; from += block) {
+    const int64_t count = std::min(block, piece.length - from);
     W* p = weights.read(from, count);
     W* b = momentum ? buffers.read(from, count) : nullptr;
     const W* g = grads.read(from, count);
@@ -318,16 +318,13 @@ void work_out_rates(Optimizer optimizer, const RateTables& tables, int64_t count
 void step(Optimizer optimizer, const Chunks& tensors, const int64_t* places,
           const int64_t* gradients, const double* rates, const float* divisor) {
   const int64_t count = tensors.count();
-  tensors.run(STEP_GRAIN, [&](int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; ++i) {
-      const Chunk& chunk = tensors.chunks[i];
-      const int64_t tensor = chunk.tensor;
-      const Kind kind(tensors.codes[tensor]);
-      const bool is_double = kind.param == FLOAT64;
-      const auto work = optimizer == ADAM ? (is_double ? adam_chunk<double> : adam_chunk<float>)
-                                          : (is_double ? sgd_chunk<double> : sgd_chunk<float>);
-      work(chunk, kind, places + tensor, count, gradients[tensor], rates + tensor * RATES, divisor);
-    }
+  tensors.run_pieces(STEP_GRAIN, [&](const Chunk& piece) {
+    const int64_t tensor = piece.tensor;
+    const Kind kind(tensors.codes[tensor]);
+    const bool is_double = kind.param == FLOAT64;
+    const auto work = optimizer == ADAM ? (is_double ? adam_piece<double> : adam_piece<float>)
+                                        : (is_double ? sgd_piece<double> : sgd_piece<float>);
+    work(piece, kind, places + tensor, count, gradients[tensor], rates + tensor * RATES, divisor);
   });
 }
 

@@ -427,8 +427,16 @@ inline py::object hold(std::vector<at::Tensor>&& tensors, std::vector<c10::Stora
   return made;
 }
 
+// The counts of owners are asked for before the first is changed: after an optimizer's step none is
+// in the cache, and a change waits for its own (148 tensors on a CPU: 28 us, and 10 so).
 inline void held_dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
+  for (const at::Tensor& tensor : *reinterpret_cast<HeldTensors*>(self)->tensors) {
+    fetch_lines(tensor.unsafeGetTensorImpl(), 16);
+  }
+  for (const c10::Storage& memory : *reinterpret_cast<HeldTensors*>(self)->memory) {
+    fetch_lines(memory.unsafeGetStorageImpl(), 16);
+  }
   delete std::exchange(reinterpret_cast<HeldTensors*>(self)->tensors, nullptr);
   delete std::exchange(reinterpret_cast<HeldTensors*>(self)->memory, nullptr);
   type->tp_free(self);
