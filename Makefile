@@ -87,6 +87,7 @@ SANITIZED := tests/kernels/test_native_library.py tests/dropin/test_gradient_mar
   tests/kernels/test_native_kernels.py tests/kernels/test_native_steps.py \
   tests/kernels/test_build_in_mid_run.py tests/kernels/test_addresses_in_place.py \
   tests/engine/test_walks_agree.py tests/engine/test_meddled_steps.py \
+  tests/engine/test_steps_taken_again.py \
   tests/observe/test_gradient_memory.py tests/observe/test_parameter_marks.py \
   tests/ranks/test_local_steps.py tests/observe/test_gradient_meter.py
 SANITIZE := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -g1

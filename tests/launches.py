@@ -23,6 +23,19 @@ def counted_launches(monkeypatch):
         finally:
             bound.pop()
 
+    quick = BoundLaunch.quick.fget
+
+    def counting_quick(self):
+        """What a step that is taken again launches by, without the BoundLaunch."""
+        real = quick(self)
+
+        def launch(*args):
+            seen.append(self._launch)
+            return real(*args)
+
+        return None if real is None else launch
+
+    monkeypatch.setattr(BoundLaunch, "quick", property(counting_quick))
     monkeypatch.setattr(Launch, "__call__", counting)
     monkeypatch.setattr(BoundLaunch, "__call__", counting_bound)
     return seen

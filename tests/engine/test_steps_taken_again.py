@@ -519,7 +519,7 @@ def test_guards_tell_of_an_error_that_is_none_of_theirs():
 
 
 @pytest.mark.parametrize(
-    "given", [None, [1], [(0, 1)], [(7, 1, "a", 1)], [(1, object(), "a", 1)]], ids=repr
+    "given", [None, [1], [(0, 1)], [(7, 1, "a", 1)], [(1, [], "a", 1)]], ids=repr
 )
 def test_guards_that_make_no_sense_are_refused(given):
     with pytest.raises((TypeError, ValueError)):

@@ -112,7 +112,7 @@ def trained(device, make, *, before_step=None, at=None):
         if number == at:
             before_step()
             # As where tensors of other kinds have come: launches are made anew.
-            control._engine._settler = None
+            control._engine._settler = control._bound = None
             if getattr(optimizer, "_plan", None) is not None:
                 optimizer._plan._kept.clear()
         outcome = control.step()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Guard", "attribute", "empty", "item"]
+__all__ = ["Guard", "attribute", "empty", "item", "item_not_held"]
 
 Guard = tuple[int, Any, Any, Any]
 """Its kind, as step_watch.h counts them; whose; what; and the object that is expected."""
@@ -30,3 +30,8 @@ def item(owner: Mapping[Any, Any], *keys: Any) -> list[Guard]:
 def empty(*containers: object) -> list[Guard]:
     """Each of them is empty."""
     return [(2, container, None, None) for container in containers]
+
+
+def item_not_held(owner: Mapping[Any, Any], key: Any) -> list[Guard]:
+    """As `item`, of an object that somebody else holds as long as this is asked."""
+    return [(3, owner, key, id(owner[key]))]

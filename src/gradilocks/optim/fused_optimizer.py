@@ -35,7 +35,7 @@ from gradilocks.eager import eager
 from gradilocks.kernels import KernelFailed, native
 from gradilocks.kernels.chunks import chunking_for, note_written
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
-from gradilocks.kernels.guards import Guard, attribute, empty, item
+from gradilocks.kernels.guards import Guard, attribute, empty, item, item_not_held
 from gradilocks.kernels.host_numbers import send
 from gradilocks.names import Names
 from gradilocks.optim.optimizer_state import (
@@ -146,7 +146,8 @@ class Plan:
         self.own, more = optimizer.own_table(self)
         self._held = [*self._columns, more]
         # What a graph sends is there only when it is replayed: no other step can use such a plan.
-        self._state, self._dropped, self.has_run = optimizer.state, capturing(), False
+        self._state: Any = optimizer.state
+        self._dropped, self.has_run = capturing(), False
         # One of each column beside the other, so that a turn sees something of all of them.
         rows = zip(*self._held, strict=True)
         self._watched = [tensor for row in rows for tensor in row if tensor is not None]
@@ -255,7 +256,7 @@ class Plan:
         self._dropped, self._entries = True, None
         self._kept.clear()
         self.states, self._columns, self._held = [], [], []
-        self._watched, self._storages = [], []
+        self._watched, self._storages, self._state = [], [], None
         if self._watch is not None:
             self._watch.forget()
 
@@ -668,14 +669,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         `found_inf`, and that `plan` is still the plan: what `gradients`, `is_direct` and `ready`
         ask one by one.
         """
-        own = ("step", "grad_scale", "found_inf", AMP_FLAG, "state", "_plan", *STEP_HOOKS)
+        own = ("step", "grad_scale", "found_inf", AMP_FLAG, "_plan", *STEP_HOOKS)
         return [
+            *plan.guards(),  # First: one that is not dropped holds the state.
             *attribute(self, "__class__"),
             *attribute(type(self), "step"),
             *item(self.__dict__, *own),
+            *item_not_held(self.__dict__, "state"),
             *empty(*step_hooks(self)),
             *self._table.guards(),
-            *plan.guards(),
         ]
 
     def _step_on_device(self) -> bool:

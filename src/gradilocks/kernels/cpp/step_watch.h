@@ -28,11 +28,13 @@ enum class Demand : long {
   kAttribute = 0,  // owner.name is expected
   kItem = 1,       // owner[name] is expected, of a dictionary; None if it is missing
   kEmpty = 2,      // not owner
+  kPlace = 3,      // id(owner[name]) == expected, of a dictionary: nothing of it is held
 };
 
 struct Guard {
   Demand demand;
   py::object owner, name, expected;
+  const void* place = nullptr;  // Of what is expected, where it is not held.
 
   // 1 if it holds, 0 if not, -1 with a Python error set.
   int holds() const {
@@ -40,10 +42,13 @@ struct Guard {
       const int full = PyObject_IsTrue(owner.ptr());
       return full < 0 ? -1 : full == 0;
     }
-    if (demand == Demand::kItem) {
+    if (demand == Demand::kItem || demand == Demand::kPlace) {
       PyObject* item = PyDict_GetItemWithError(owner.ptr(), name.ptr());
       if (item == nullptr && PyErr_Occurred()) {
         return -1;
+      }
+      if (demand == Demand::kPlace) {
+        return item == place;
       }
       return (item == nullptr ? Py_None : item) == expected.ptr();
     }
@@ -133,13 +138,18 @@ inline PyObject* make_guards(PyObject*, PyObject* given) {
       if (!PyArg_ParseTuple(each, "lOOO", &demand, &owner, &name, &expected)) {
         throw PythonRaised();
       }
-      if (demand < 0 || demand > 2 || (demand == 1 && !PyDict_Check(owner))) {
+      const bool of_item = demand == 1 || demand == 3;
+      if (demand < 0 || demand > 3 || (of_item && !PyDict_Check(owner))) {
         PyErr_SetString(PyExc_ValueError, "a guard is of no kind that there is");
+        throw PythonRaised();
+      }
+      const void* place = demand == 3 ? PyLong_AsVoidPtr(expected) : nullptr;
+      if (PyErr_Occurred()) {
         throw PythonRaised();
       }
       guards->push_back({static_cast<Demand>(demand), py::reinterpret_borrow<py::object>(owner),
                          py::reinterpret_borrow<py::object>(name),
-                         py::reinterpret_borrow<py::object>(expected)});
+                         py::reinterpret_borrow<py::object>(expected), place});
     }
     auto* type = reinterpret_cast<PyTypeObject*>(guards_type);
     made = py::reinterpret_steal<py::object>(type->tp_alloc(type, 0));
