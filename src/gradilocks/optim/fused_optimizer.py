@@ -124,7 +124,8 @@ class Plan:
             wide = torch.float32 if mastered[place] else moments_dtype(param, state, columns)
             _arrange(param, elements[place], state, columns, dtype=wide, contiguous=place in copied)
         self._masters = [place for place, wide in enumerate(mastered) if wide]
-        self._versions = [version(params[place]) for place in self._masters]
+        self._mastered = [params[place] for place in self._masters]
+        self._versions = _versions_of(self._mastered)
         names = (*columns, "master")
         self._columns = [[local_of(state.get(name)) for state in self.states] for name in names]
         held: list[list[Tensor | None]] = [list(elements), *self._columns]
@@ -228,13 +229,11 @@ class Plan:
         at_a_time = len(self._watched) if on_cpu else WATCHED
         number = -1 if on_cpu else self.device.index
         watch = self._watch = library.step_watch(walker, self._watched, at_a_time, table, number)
-        # What masters follow is looked at in Python, at every step.
-        known = self._has_same_entries(optimizer) and not self._masters
-        watch.know(optimizer.param_groups if known else None)
+        watch.know(optimizer.param_groups if self._has_same_entries(optimizer) else None)
         return watch
 
     def follow(self, optimizer: Any, watch: Any) -> bool:
-        """Takes over what has changed in the groups since the last step, or in what masters follow.
+        """Takes over what has changed in the groups since the last step.
 
         Args:
             optimizer: whose plan it is.
@@ -246,9 +245,9 @@ class Plan:
         self._is_unchanged = self._has_same_entries(optimizer)
         if not self._is_unchanged and _shape(optimizer) != self._shape:
             return False
-        self.ready(optimizer)
-        known = self._entries is not None and not self._masters
-        watch.know(optimizer.param_groups if known else None)
+        if not self._is_unchanged:
+            self._send_settings(optimizer)
+        watch.know(optimizer.param_groups if self._entries is not None else None)
         return True
 
     def drop(self) -> None:
@@ -262,7 +261,7 @@ class Plan:
 
     def note_masters(self, marks: Marks) -> None:
         """Notes how the parameters with masters were left, for the plan that follows."""
-        for place, seen in zip(self._masters, self._versions, strict=True):
+        for place, seen in zip(self._masters, self._versions.tolist(), strict=True):
             marks[self.found.params[place]] = seen, self.found.homes[place]
 
     def run(self, optimizer: Any) -> None:
@@ -274,19 +273,23 @@ class Plan:
 
     def ready(self, optimizer: Any) -> None:
         """Takes over what has changed since the last step."""
-        found = self.found
         if self._masters:
-            now = [version(found.params[place]) for place in self._masters]
-            if now != self._versions:
-                places = zip(self._masters, now, self._versions, strict=True)
-                changed = [place for place, new, old in places if new != old]
-                with torch.no_grad():
-                    follow_parameters(
-                        [found.params[place] for place in changed],
-                        [self.states[place]["master"] for place in changed],
-                    )
+            self.follow_writes()
         if not self._is_unchanged:
             self._send_settings(optimizer)
+
+    def follow_writes(self) -> None:
+        """Takes over into the masters what somebody has written to their parameters."""
+        now = _versions_of(self._mastered)
+        if torch.equal(now, self._versions):
+            return
+        pairs = zip(now.tolist(), self._versions.tolist(), strict=True)
+        changed = [number for number, (new, old) in enumerate(pairs) if new != old]
+        with torch.no_grad():
+            follow_parameters(
+                [self._mastered[number] for number in changed],
+                [self.states[self._masters[number]]["master"] for number in changed],
+            )
 
     @property
     def rating(self) -> tuple[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -322,10 +325,9 @@ class Plan:
 
     def note_written(self) -> None:
         """The kernels have written to the parameters."""
-        params = self.found.params
-        note_written(params)
+        note_written(self.found.params)
         if self._masters:
-            self._versions = [version(params[place]) for place in self._masters]
+            self._versions = _versions_of(self._mastered)
 
     def _step_copies(self, optimizer: Any, skip: Tensor | None, divisor: Tensor | None) -> None:
         """Goes through dense copies of those few that do not lie as their gradient does."""
@@ -428,6 +430,15 @@ def _as_parameters_lie(optimizer: Any) -> Iterator[bool]:
     finally:
         for param, grad in before:
             param.grad = grad
+
+
+def _versions_of(params: list[Tensor]) -> Tensor:
+    """How often each was written to: int64, on the host. 2,000 take 0.02 ms, in Python 0.1."""
+    library = native.library()
+    if library is not None:
+        found: Tensor = library.versions(params)
+        return found
+    return torch.tensor([version(param) for param in params], dtype=torch.int64, device="cpu")
 
 
 def _shape(optimizer: Any) -> list[tuple[Any, ...]]:

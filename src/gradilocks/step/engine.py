@@ -877,6 +877,8 @@ class Engine:
             return None
         if not (same_entries or plan.follow(bound.optimizer, bound.watch)):
             return None
+        if bound.has_masters:
+            plan.follow_writes()
         record = bound.settling.settle(stream, loss, plan.settings)
         step = None if self._counted is None else self._counted + 1
         outcome = Outcome(record, bound.names, step=step)
