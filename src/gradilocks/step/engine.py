@@ -880,15 +880,15 @@ class Engine:
         if bound.has_masters:
             plan.follow_writes()
         record = bound.settling.settle(stream, loss, plan.settings)
-        step = None if self._counted is None else self._counted + 1
-        outcome = Outcome(record, bound.names, step=step)
-        verdict = Verdict(bound.decision, outcome, record, True)
         try:
             bound.stepping(stream)
         except BaseException:
             bound.optimizer.undo_rates(bound.decision.skip)
-            self.undo(verdict)
+            self._put_back(record)
             raise
+        step = None if self._counted is None else self._counted + 1
+        outcome = Outcome(record, bound.names, step=step)
+        verdict = Verdict(bound.decision, outcome, record, True)
         del held
         if bound.has_masters:
             plan.note_written()
@@ -899,8 +899,12 @@ class Engine:
     def undo(self, verdict: Verdict) -> None:
         """After an update that failed: nothing has been decided."""
         if verdict.settled:
-            assert self._settler is not None
-            self._settler.undo(verdict.record, self.state, self.streak.count, self.steps)
+            self._put_back(verdict.record)
+
+    def _put_back(self, record: StepRecord) -> None:
+        """What settling a step has moved on."""
+        assert self._settler is not None
+        self._settler.undo(record, self.state, self.streak.count, self.steps)
 
     def conclude(self, verdict: Verdict, *, moves: bool = True) -> bool:
         """After the update: policies learn, the scale moves on, the step is counted.
