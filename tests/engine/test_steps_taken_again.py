@@ -387,6 +387,33 @@ def test_settings_that_were_others_for_a_step_of_another_control():
     assert torch.equal(trained(False), trained(True))
 
 
+def test_an_interrupt_after_the_step_was_taken_leaves_it_taken(monkeypatch):
+    """Ctrl-C while the step is being bound: parameters, state, scale and count go together."""
+    run, twin = Run(), Run()
+    for each in (run, twin):
+        for _ in range(4):
+            each.step()
+    run.control._bound = None
+    run.control.zero_grad()
+    run.control.backward(run.loss())
+    with monkeypatch.context() as patched:
+
+        def interrupted(*_args, **_kwargs):
+            raise KeyboardInterrupt
+
+        patched.setattr(Engine, "bound", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.control.step()
+    twin.step()
+    run.told, twin.told = [], []
+    assert_same(run.seen(), twin.seen())
+    with pytest.raises(ScaleMisuse, match="without a backward"):
+        run.control.step()
+    for each in (run, twin):
+        each.step()
+    assert_same(run.seen(), twin.seen())
+
+
 def test_a_control_of_two_steps_alone_binds_each(again):
     def trained(whole):
         params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
