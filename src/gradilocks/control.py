@@ -1566,24 +1566,32 @@ class GradientControl:
                 if direct and verdict.settled:
                     skip, divisor = verdict.decision.skip, verdict.decision.divisor
                     self._optimizers[0].take(skip, divisor, rated=rating is not None)
-                    if rating is not None and overflow is None:
-                        self._bound = engine.bound(
-                            self._optimizers[0],
-                            gradients,
-                            guards=[*self._order.guards(), *rank_guards()],
-                            unscaled=self._order.unscaled,
-                            moves=not self._is_part,
-                            rating=rating,
-                        )
                 else:
                     self._update(verdict, gradients)
             except BaseException:
                 self._after_a_failed_update(verdict)
                 raise
+            if rating is not None and verdict.settled and overflow is None:
+                self._bind_step(verdict, gradients, rating)
         finally:
             self._is_stepping = False
             gradients.release()
         return self._conclude(verdict, gradients.params)
+
+    def _bind_step(self, verdict: Verdict, gradients: Gradients, rating: Any) -> None:
+        """Has the step that has just been taken be taken again, as long as all is as it was."""
+        try:
+            self._bound = self._engine.bound(
+                self._optimizers[0],
+                gradients,
+                guards=[*self._order.guards(), *rank_guards()],
+                unscaled=self._order.unscaled,
+                moves=not self._is_part,
+                rating=rating,
+            )
+        except BaseException:  # As Ctrl-C: the step has been taken, and is not to be undone.
+            self._conclude(verdict, gradients.params)
+            raise
 
     def _step_again(self) -> Outcome | None:
         """Takes the step that was taken last once more; None if it has to go the whole way."""

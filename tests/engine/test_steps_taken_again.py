@@ -349,6 +349,71 @@ def test_float32_masters_follow_what_is_written_to_the_parameters(again):
     assert_same(*runs)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_settings_that_were_others_for_a_step_of_the_optimizer_itself(device, again):
+    run, twin = Run(device=device, scale=None), Run(device=device, scale=None, whole=True)
+    for each in (run, twin):
+        for _ in range(4):
+            each.step()
+        each.control.zero_grad()
+        each.control.backward(each.loss())
+        group = each.optimizer.param_groups[0]
+        before, group["lr"] = group["lr"], 0.5
+        each.optimizer.step()
+        group["lr"] = before  # The very object that the bound step knows.
+        each.conclude()
+        each.step()
+    assert again["taken"] >= 3
+    assert_same(run.seen(), twin.seen())
+
+
+def test_settings_that_were_others_for_a_step_of_another_control():
+    def trained(whole):
+        params = [nn.Parameter(torch.ones(3))]
+        optimizer = optim.AdamW(params, lr=0.05)
+        controls = [GradientControl(optimizer, clip=clip, scale=None) for clip in (1.0, 0.5)]
+        group = optimizer.param_groups[0]
+        before = group["lr"]
+        for number in range(12):
+            group["lr"] = 0.5 if number == 9 else before
+            control = controls[number in (7, 8, 9)]
+            control.zero_grad()
+            control.backward((params[0] * number).square().sum())
+            if whole:
+                control._bound = None
+            control.step()
+        return params[0].detach()
+
+    assert torch.equal(trained(False), trained(True))
+
+
+def test_an_interrupt_after_the_step_was_taken_leaves_it_taken(monkeypatch):
+    """Ctrl-C while the step is being bound: parameters, state, scale and count go together."""
+    run, twin = Run(), Run()
+    for each in (run, twin):
+        for _ in range(4):
+            each.step()
+    run.control._bound = None
+    run.control.zero_grad()
+    run.control.backward(run.loss())
+    with monkeypatch.context() as patched:
+
+        def interrupted(*_args, **_kwargs):
+            raise KeyboardInterrupt
+
+        patched.setattr(Engine, "bound", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.control.step()
+    twin.step()
+    run.told, twin.told = [], []
+    assert_same(run.seen(), twin.seen())
+    with pytest.raises(ScaleMisuse, match="without a backward"):
+        run.control.step()
+    for each in (run, twin):
+        each.step()
+    assert_same(run.seen(), twin.seen())
+
+
 def test_a_control_of_two_steps_alone_binds_each(again):
     def trained(whole):
         params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]

@@ -228,6 +228,8 @@ class Plan:
         on_cpu = self.device.type == "cpu"
         at_a_time = len(self._watched) if on_cpu else WATCHED
         number = -1 if on_cpu else self.device.index
+        if self._watch is not None:  # Of another control, which would not hear of what follows.
+            self._watch.forget()
         watch = self._watch = library.step_watch(walker, self._watched, at_a_time, table, number)
         watch.know(optimizer.param_groups if self._has_same_entries(optimizer) else None)
         return watch
@@ -356,6 +358,8 @@ class Plan:
 
     def _send_settings(self, optimizer: Any) -> None:
         groups = optimizer.param_groups
+        if self._watch is not None:  # It may know the entries of settings from before these.
+            self._watch.know(None)
         fixed = all(_never_changes(group.get(key)) for group in groups for key in optimizer.reads)
         self._entries = _entries(groups) if fixed and not capturing() else None
         every = [optimizer.settings(group) for group in optimizer.param_groups]

@@ -302,13 +302,14 @@ inline PyObject* watch_look(PyObject* self, PyObject* const* args, Py_ssize_t co
   const py::object alive = py::reinterpret_borrow<py::object>(self);
   PyObject* answer = nullptr;
   const bool done = guarded([&] {
-    Watch* watch = reinterpret_cast<StepWatch*>(self)->watch;
-    Walk* walk = watch == nullptr ? nullptr
-                                  : reinterpret_cast<GradientWalk*>(watch->walker.ptr())->walk;
     const py::object groups = py::reinterpret_borrow<py::object>(args[0]);
-    const py::object lists = walk == nullptr ? py::object() : lists_in(groups.ptr());
+    const py::object lists = lists_in(groups.ptr());  // Making a list may run Python code (GC).
+    Watch* watch = reinterpret_cast<StepWatch*>(self)->watch;
+    const py::object walker = watch == nullptr ? py::object() : watch->walker;  // `forget` drops it.
+    Walk* walk = walker ? reinterpret_cast<GradientWalk*>(walker.ptr())->walk : nullptr;
     Found found;
-    if (!lists || !state_lies_there(*watch) || !look(*walk, lists.ptr(), found, false)) {
+    if (!lists || walk == nullptr || !state_lies_there(*watch) ||
+        !look(*walk, lists.ptr(), found, false)) {
       answer = Py_NewRef(Py_None);
       return;
     }
