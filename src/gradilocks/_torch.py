@@ -806,8 +806,7 @@ def groups_joined() -> int:
 
 DEFAULT_GROUP = ("_world", "_default_pg")
 """Where torch.distributed.distributed_c10d has the default process group: in an attribute of the
-first name, in an attribute of the second. Without them no step is taken again as the last one was:
-whether ranks have come cannot be seen."""
+first name, in an attribute of the second. Without them `is_initialized` is asked at every step."""
 default_group: Callable[[Any], Any] = operator.attrgetter(".".join(DEFAULT_GROUP))
 """Of the module torch.distributed.distributed_c10d, the default process group, or None. Without the
 name `is_initialized` is asked, which is four calls, and a step asks at every turn."""

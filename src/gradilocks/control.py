@@ -243,6 +243,7 @@ class GradientControl:
         self._outcome: Outcome | None = None
         # The step that was taken last, if it can be taken again as it is.
         self._bound: BoundStep | None = None
+        self._asks_for_ranks = False  # Whether it has to be asked each time if others train along.
         # What was found while unscaling, if that is to decide.
         self._seen: Look | None = None
         self._is_seen_told = False  # Whether the scale has heard of it.
@@ -1581,10 +1582,12 @@ class GradientControl:
     def _bind_step(self, verdict: Verdict, gradients: Gradients, rating: Any) -> None:
         """Has the step that has just been taken be taken again, as long as all is as it was."""
         try:
+            alone = rank_guards()
+            self._asks_for_ranks = alone is None
             self._bound = self._engine.bound(
                 self._optimizers[0],
                 gradients,
-                guards=[*self._order.guards(), *rank_guards()],
+                guards=[*self._order.guards(), *(alone or ())],
                 unscaled=self._order.unscaled,
                 moves=not self._is_part,
                 rating=rating,
@@ -1600,6 +1603,8 @@ class GradientControl:
         assert bound is not None
         unused = self._loads, self._replica_check, self._seen
         if unused != (None, None, None) or not self._compared:
+            return None
+        if self._asks_for_ranks and has_other_ranks():
             return None
         self._engine.step_begun = self._asked_ahead = False
         self._is_stepping = True

@@ -1,6 +1,8 @@
 """What a step tells: the Outcome's fields, when they are read, and what the culprits are called."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from gradilocks import (
     ClipByValue,
     DynamicScale,
     GradientControl,
+    GradScaler,
     Outcome,
     SkipSpikes,
 )
@@ -383,3 +386,30 @@ def test_the_tensors_of_a_rejected_step_say_that_it_was_skipped():
     assert outcome.rejected
     assert outcome.tensors["skipped"].item() is True
     assert outcome.tensors["norm"].item() == 1e6
+
+
+@pytest.mark.parametrize("bad", [None, INF])
+def test_an_outcome_can_be_pickled_and_tells_the_same(bad):
+    p = parameter(3)
+    control = GradientControl(torch.optim.SGD([p], lr=0.1), clip=1.0)
+    outcome = control_step(control, (p, 1.0 if bad is None else bad))
+    for copied in (pickle.loads(pickle.dumps(outcome)), copy.deepcopy(outcome)):
+        for name in ("step", "skipped", "clipped", "norm", "scale", "limit", "culprits"):
+            assert repr(getattr(copied, name)) == repr(getattr(outcome, name))
+        assert copied.describe() == outcome.describe()
+        with pytest.raises(AttributeError, match="nothing on the device"):
+            copied.statistics  # noqa: B018
+        with pytest.raises(AttributeError, match="nothing on the device"):
+            copied.tensors  # noqa: B018
+        assert repr(copied) == repr(outcome)
+
+
+def test_the_outcome_of_a_scaler_can_be_pickled():
+    p = nn.Parameter(torch.ones(2))
+    scaler, optimizer = GradScaler("cpu"), torch.optim.SGD([p], lr=0.1)
+    scaler.scale((p * INF).sum()).backward()
+    scaler.step(optimizer)
+    copied = pickle.loads(pickle.dumps(scaler.outcome))
+    assert copied.skipped
+    assert copied.scale == scaler.outcome.scale
+    assert copied.culprits == scaler.outcome.culprits

@@ -250,3 +250,76 @@ def test_all_ways_leave_the_same(driver, act, when, monkeypatch):
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == other.dtype
             assert torch.allclose(one, other, rtol=1e-4, atol=1e-5), way
+
+
+# --- memory that is not all there -----------------------------------------------------------------
+
+
+def shrink(tensor, bytes_left):
+    tensor.untyped_storage().resize_(bytes_left)
+
+
+TAKEN = {
+    "a gradient's, freed": lambda p, o: shrink(p[1].grad, 0),
+    "a gradient's, smaller": lambda p, o: shrink(p[1].grad, 8),
+    "that of a view with an offset": lambda p, o: shrink(p[0].grad, 0),
+    "a parameter's, freed": lambda p, o: shrink(p[1].data, 0),
+    "a parameter's, smaller": lambda p, o: shrink(p[1].data, 8),
+    "a moment's, freed": lambda p, o: shrink(o.state[p[1]]["exp_avg"], 0),
+    "a moment's, smaller": lambda p, o: shrink(o.state[p[1]]["exp_avg"], 8),
+}
+
+
+@pytest.mark.parametrize("what", TAKEN)
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_memory_that_is_gone_is_refused_by_name_and_never_read(what, at):
+    params = [nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(32, 3))]
+    optimizer = optim.AdamW(params, lr=0.05)
+    control = GradientControl(optimizer, clip=1.0)
+    for number in range(at + 1):
+        control.zero_grad()
+        control.backward(sum(param.square().sum() for param in params))
+        flat = torch.empty(4 + 64)  # As buckets of several gradients are.
+        flat[4:] = params[0].grad
+        params[0].grad = flat[4:]
+        if number == at:
+            before = control.state_dict()
+            TAKEN[what](params, optimizer)
+            with pytest.raises(ValueError, match="has no memory"):
+                control.step()
+            assert control.state_dict() == before
+        else:
+            control.step()
+
+
+def test_freed_memory_of_a_view_is_refused_without_cpp_too(monkeypatch):
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setitem(kernels.BACKENDS, "cpu", reference)
+    param = nn.Parameter(torch.ones(64))
+    control = GradientControl(torch.optim.SGD([param], lr=0.05), clip=1.0)
+    for number in range(3):
+        control.zero_grad()
+        control.backward(param.square().sum())
+        param.grad = torch.cat([torch.ones(4), param.grad])[4:]
+        if number == 2:
+            shrink(param.grad, 0)
+            with pytest.raises(ValueError, match="has no memory"):
+                control.step()
+        else:
+            control.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_that_is_an_inference_tensor_is_stepped_on(way, monkeypatch):
+    backend, library = WAYS[way]
+    monkeypatch.setitem(kernels.BACKENDS, "cpu", backend)
+    monkeypatch.setattr(native, "library", lambda: library)
+    param = nn.Parameter(torch.ones(4))
+    control = GradientControl(optim.AdamW([param], lr=0.1), scale=None, clip=1.0)
+    for _ in range(4):
+        before = param.detach().clone()
+        with torch.inference_mode():
+            made = torch.ones(4)
+        param.grad = made
+        control.step()
+        assert not torch.equal(param.detach(), before)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from gradilocks import read_run
+from gradilocks.observe.torch_hooks import TorchHooks
 from tests.observe.sessions import forked, write
 
 PROBES = """
@@ -261,3 +263,23 @@ def test_a_clip_of_two_optimizers_gradients_is_recorded_of_each(tmp_path):
     assert recorded(unclipped.format(made=apart, clipped="", apart=True), tmp_path / "b")
     first = [step.norm for step in read_run(tmp_path / "b" / "a.jsonl").steps][:3]
     assert norms[:3] == first  # Before the clip.
+
+
+def test_a_clip_is_called_as_the_script_calls_it():
+    """By place stays by place: what somebody has put around torch's may have other names."""
+    seen = []
+
+    def clip_grad_norm_(parameters, max_norm, norm_type=2.0):
+        raise AssertionError("never called by these names")
+
+    def mine(*args, **kwargs):
+        seen.append((args[1:], kwargs))
+        return torch.ones(())
+
+    mine.__wrapped__ = clip_grad_norm_
+    hooks = TorchHooks.__new__(TorchHooks)
+    hooks._is_clipping = False
+    param = torch.nn.Parameter(torch.ones(2))
+    hooks._clip(mine, [param], 1.0)
+    hooks._clip(mine, [param], max_norm=1.0)
+    assert seen == [((1.0,), {}), ((), {"max_norm": 1.0})]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["READ", "WRITE", "in_float", "is_dense", "of"]
+__all__ = ["READ", "WRITE", "has_memory", "in_float", "is_dense", "of"]
 
 READ = 1 << 20
 """Elements a piece when it is only read: large, so that calls are few; half precision is widened
@@ -46,6 +46,22 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether all of its elements are there: storage may have been freed, or made smaller.
+
+    As by `untyped_storage().resize_(0)`. True of one that has no storage, as some subclasses.
+    """
+    if not tensor.numel():
+        return True
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    end = tensor.storage_offset() + sum((size - 1) * stride for size, stride in strides) + 1
+    try:
+        there: int = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return True
+    return end * tensor.element_size() <= there
 
 
 def _flat(tensor: Tensor) -> Tensor:

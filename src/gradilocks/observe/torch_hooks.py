@@ -244,8 +244,12 @@ class TorchHooks:
         limit = given["clip_value" if by_value else "max_norm"]
         order = given.get("norm_type", 2.0)
         clip = EVENTS.begin_clip(params, limit, by_value=by_value, order=order)
-        given["parameters"] = handed_on
-        returned = self._clipped(original, **given)
+        # By place or by name, as it was called: somebody else's wrapper may have other names.
+        if "parameters" in kwargs:
+            kwargs["parameters"] = handed_on
+        else:
+            args = (handed_on, *args[1:])  # All three have it first.
+        returned = self._clipped(original, *args, **kwargs)
         EVENTS.end_clip(clip, norm=given.get("total_norm", returned))
         return returned
 

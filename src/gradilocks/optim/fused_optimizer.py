@@ -44,6 +44,7 @@ from gradilocks.optim.optimizer_state import (
     OptimizerState,
     arrange,
     check_group,
+    check_memory,
     check_settings,
     check_step,
     follow_parameters,
@@ -612,11 +613,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             kernels.agree_with_ranks()
         found = self._table.find_addressed(lists_of((self,)), name=self._name)
         if found is not self._looked_at:
-            # A parameter that wraps other tensors has no address of its own.
-            if found is not None and any(
-                not home and size for home, size in zip(found.homes, found.at.sizes, strict=True)
-            ):
-                return None
+            if found is not None:
+                places = enumerate(zip(found.homes, found.at.sizes, strict=True))
+                nowhere = [found.params[k] for k, (home, size) in places if size and not home]
+                for param in nowhere:
+                    check_memory(param, self._name)
+                if nowhere:  # A parameter that wraps other tensors has no address of its own.
+                    return None
             self._looked_at = found
         if found is not None:
             found.found_by = self

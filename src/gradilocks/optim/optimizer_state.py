@@ -24,7 +24,7 @@ from torch import Tensor
 from gradilocks._torch import version
 from gradilocks.kernels import pieces
 from gradilocks.kernels.chunks import DTYPES
-from gradilocks.ranks.layout import is_distributed, lie_alike, placed_like
+from gradilocks.ranks.layout import is_distributed, lie_alike, local_of, placed_like
 
 __all__ = [
     "HALF",
@@ -34,6 +34,7 @@ __all__ = [
     "arrange",
     "check_gradients",
     "check_group",
+    "check_memory",
     "check_settings",
     "check_step",
     "ensure_master",
@@ -173,6 +174,22 @@ def check_step(
                     f"{tuple(tensor.shape)}. Put a {column!r} of the parameter's shape into "
                     "optimizer.state, or delete the parameter's entry to begin afresh."
                 )
+            if tensor is not None and not pieces.has_memory(local_of(tensor)):
+                raise ValueError(
+                    f"the {column!r} of {name(param)} has no memory: its storage has been freed or "
+                    "made smaller. Bring it back before the step, or delete the parameter's entry "
+                    "in optimizer.state to begin afresh."
+                )
+        check_memory(param, name)
+
+
+def check_memory(param: Tensor, name: _Name) -> None:
+    """Refuses a parameter whose elements are not all there: kernels would write elsewhere."""
+    if not pieces.has_memory(local_of(param)):
+        raise ValueError(
+            f"{name(param)} has no memory: its storage has been freed or made smaller, as by "
+            "untyped_storage().resize_(0). Bring it back before the step."
+        )
 
 
 # --- how it lies on the ranks, and in memory ------------------------------------------------------

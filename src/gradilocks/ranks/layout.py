@@ -26,7 +26,7 @@ from gradilocks._torch import (
     local_tensor,
 )
 from gradilocks.kernels import native
-from gradilocks.kernels.guards import Guard, attribute, empty, item
+from gradilocks.kernels.guards import Guard, attribute, item
 from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.values import RankGroup
 
@@ -91,17 +91,21 @@ def has_other_ranks() -> bool:
     return is_one_of_several and world_size() > 1
 
 
-def rank_guards() -> list[Guard]:
-    """What must be as it is now for `has_other_ranks` to say the same."""
+def rank_guards() -> list[Guard] | None:
+    """What must be as it is now for `has_other_ranks` to say the same.
+
+    None if there is a process group: torch wants nobody to hold it, so that one has to be asked.
+    """
     known = item(sys.modules, _DISTRIBUTED)
     dist: Any = sys.modules.get(_DISTRIBUTED)
     if dist is None:
         return known
     world, group = DEFAULT_GROUP
     try:
-        return [*known, *attribute(dist, world), *attribute(getattr(dist, world), group)]
-    except AttributeError:  # As `default_group` may be missing: nobody can say.
-        return empty(("unknown",))
+        inner = attribute(getattr(dist, world), group)
+    except AttributeError:  # As `default_group` may be missing: it is asked in another way.
+        return None
+    return None if inner[0][-1] is not None else [*known, *attribute(dist, world), *inner]
 
 
 def replicas_of(model: object) -> Any:

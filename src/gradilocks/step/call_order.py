@@ -539,7 +539,7 @@ class _AttributeMarks:
     def mark(self, params: Sequence[Tensor]) -> None:
         for param in params:
             grad = param.grad
-            if grad is not None:
+            if grad is not None and not grad.is_inference():  # Nobody counts the writes to those.
                 marks: dict[int, int] = getattr(grad, _MARKS, {})
                 latest = sorted(marks.items())[1 - _MOST_MARKS :]
                 setattr(grad, _MARKS, {**dict(latest), self._number: version(grad)})

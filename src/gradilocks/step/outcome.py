@@ -60,6 +60,12 @@ class ScalerOutcome:
         assert self._counted_by is not None
         return self._counted_by()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # To a queue, a file or a checkpoint: what the host can read of it. Waits for the device.
+        counts = dict(self.counts)
+        told = {"_counts": counts, "_all_bad": self._all_bad, "_where": self._where}
+        return {**told, "_skip_and_scale": list(self._skip_and_scale)}
+
     @classmethod
     def of_nothing(cls, *, skip: Tensor | None = None) -> ScalerOutcome:
         """What a disabled scaler tells: nothing was looked at, nothing skipped but by a clip."""
@@ -73,23 +79,23 @@ class ScalerOutcome:
         )
 
     @functools.cached_property
-    def _values(self) -> list[float]:
+    def _skip_and_scale(self) -> list[float]:
         return fetch(self._skip, self._scale)
 
     @property
     def skipped(self) -> bool:
         """Whether the parameters were left as they were."""
-        return self._values[0] > 0
+        return self._skip_and_scale[0] > 0
 
     @property
     def rejected(self) -> bool:
         """Whether a policy such as SkipSpikes has skipped a step whose gradients were finite."""
-        return self._values[0] == 2.0
+        return self._skip_and_scale[0] == 2.0
 
     @property
     def scale(self) -> float:
         """The scale that these gradients carried."""
-        return self._values[1]
+        return self._skip_and_scale[1]
 
     @property
     def norm(self) -> float:
@@ -192,6 +198,12 @@ class Outcome(ScalerOutcome):
         if on_ranks is not None:
             self._on_ranks = on_ranks
 
+    def __getstate__(self) -> dict[str, Any]:
+        told = super().__getstate__()
+        del told["_skip_and_scale"]  # Worked out of these.
+        return {**told, "_read": dict(self._numbers), "_step": self.step}
+
+    _record: StepRecord | None = None
     _live = False
     _on_ranks: Callable[[], tuple[dict[str, NonFiniteCount], str]] | None = None
     _read: dict[str, float] | None = None
@@ -199,7 +211,18 @@ class Outcome(ScalerOutcome):
     def _counted(self) -> tuple[Tensor, Tensor]:
         if self._counted_by is not None:
             return self._counted_by()
-        return self._record.statistics.nan, self._record.statistics.inf
+        found = self._held().statistics
+        return found.nan, found.inf
+
+    def _held(self) -> StepRecord:
+        """What lies on the device of the step."""
+        if self._record is None:
+            raise AttributeError(
+                "an outcome that was pickled or copied has its numbers and its culprits, and "
+                "nothing on the device. Take statistics and tensors off the one that step() "
+                "returned."
+            )
+        return self._record
 
     def count_by(self, counted: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Takes the counts of NaN and Inf from there, gradient by gradient."""
@@ -209,12 +232,12 @@ class Outcome(ScalerOutcome):
     def _numbers(self) -> dict[str, float]:
         # A step that was captured in a CUDA graph happens again at each replay.
         if self._read is None or self._live:
-            self._read = dict(zip(ROW, fetch(self._record.row), strict=False))
+            self._read = dict(zip(ROW, fetch(self._held().row), strict=False))
             self._counts = None
         return self._read
 
     @property
-    def _values(self) -> list[float]:
+    def _skip_and_scale(self) -> list[float]:
         return [self._numbers["skip"], self._numbers["scale"]]
 
     @property
@@ -241,7 +264,7 @@ class Outcome(ScalerOutcome):
         Taking it does not wait; the gradients were measured as they stood, so scaled. `largest`
         and `zeros` are None where finding them would have cost another read.
         """
-        return self._record.statistics
+        return self._held().statistics
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -251,7 +274,7 @@ class Outcome(ScalerOutcome):
         where the device has no float64); "clipped" and "skipped" are bool. Of a step that was
         captured in a CUDA graph, ask again after each replay.
         """
-        numbers = dict(zip(ROW, self._record.row.unbind(), strict=False))
+        numbers = dict(zip(ROW, self._held().row.unbind(), strict=False))
         flags = {"clipped": numbers["clipped"] > 0, "skipped": numbers["skip"] > 0}
         return {name: numbers[name] for name in ("norm", "scale", "limit")} | flags
 

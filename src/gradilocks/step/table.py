@@ -40,6 +40,7 @@ from gradilocks.kernels.chunks import (
 from gradilocks.kernels.cuda_graph import capturing, keeping
 from gradilocks.kernels.guards import Guard, attribute
 from gradilocks.kernels.host_numbers import stream_of
+from gradilocks.kernels.pieces import has_memory
 from gradilocks.ranks.layout import (
     Layout,
     Summand,
@@ -79,6 +80,7 @@ Lists = Sequence[Sequence[list[Tensor]]]
 """For each optimizer, the lists of parameters of its groups."""
 
 _address = TensorBase.data_ptr
+_offset = TensorBase.storage_offset
 _shape_of = operator.attrgetter("shape")
 _device_of = operator.attrgetter("device")
 _dtype_of = operator.attrgetter("dtype")
@@ -215,7 +217,7 @@ class TableGradients(Gradients):
         if list(map(_address, self.elements)) != self.homes or not self._alike(tensors):
             return False
         if addresses != self.at.addresses or self._sent_in_a_capture:
-            if not self._aligned or _has_freed(addresses, self.at.sizes):
+            if not self._aligned or _freed(tensors, addresses) is not None:
                 return False
             numbers = array("q", addresses)
             if not all_aligned(numbers):
@@ -690,29 +692,35 @@ def _walk(
         having = [param for param in params if param.grad is not None]
     found = _elements(having, tensors, ends, name, summands)
     addresses = addresses_of(found.tensors)
-    if 0 in addresses:
-        _refuse_freed(having, found.tensors, name)
+    freed = _freed(found.tensors, addresses)
+    if freed is not None:
+        raise ValueError(
+            f"the gradient of {name(having[freed])} has no memory: its storage has been freed or "
+            "made smaller, as by untyped_storage().resize_(0). Bring it back before the step, or "
+            "set param.grad = None."
+        )
     if refuse_shared and _coincide(addresses):
         refuse_shared_gradient(having, found.tensors, name)
     return found
 
 
-def _has_freed(addresses: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether the memory of one was given back; those without elements have the address 0, too."""
-    if 0 not in addresses:
-        return False
-    return any(size and not address for address, size in zip(addresses, sizes, strict=True))
+def _freed(tensors: Sequence[Tensor], addresses: Sequence[int]) -> int | None:
+    """The place of a plain tensor whose memory was given back, if there is one.
 
-
-def _refuse_freed(params: Sequence[Tensor], tensors: Sequence[Tensor], name: Name) -> None:
-    """Raises if the memory of a plain gradient was given back, which nobody could read."""
-    for param, tensor in zip(params, tensors, strict=True):
-        if type(tensor) in _PLAIN and tensor.numel() and not tensor.untyped_storage().nbytes():
-            raise ValueError(
-                f"the gradient of {name(param)} has no memory: its storage has been freed, as by "
-                "untyped_storage().resize_(0). Bring it back before the step, or set "
-                "param.grad = None."
-            )
+    All are asked where C++ is built: it has left them to Python for some reason. Else those that
+    show something: no address, or one that is counted from another tensor's, which would be 0.
+    """
+    asked: Iterable[int] = range(len(tensors))
+    if native.library() is None:
+        offsets = [_offset(t) if type(t) in _PLAIN and not t.is_sparse else 0 for t in tensors]
+        if 0 not in addresses and not any(offsets):
+            return None
+        asked = [place for place in asked if offsets[place] or not addresses[place]]
+    for place in asked:
+        tensor = tensors[place]
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided and not has_memory(tensor):
+            return place
+    return None
 
 
 def _flat(lists: Lists, name: Name, *, twice_is_an_error: bool) -> tuple[list[Tensor], list[int]]:
@@ -894,6 +902,8 @@ def _addressed(tensors: list[Tensor], *, may_share: bool = False) -> AddressedTe
     except RuntimeError:  # A sparse one has neither.
         return None
     if not may_share and _coincide(addresses):
+        return None
+    if _freed(tensors, addresses) is not None:
         return None
     if contiguous and 0 not in addresses and all_aligned(array("q", addresses)):
         kinds: Any = tuple([(dtype, 16) for dtype in dtypes])

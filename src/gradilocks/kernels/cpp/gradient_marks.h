@@ -173,7 +173,10 @@ inline PyObject* mark_gradients(PyObject* self, PyObject* params) {
   HANDLE_TH_ERRORS
   size_t next = 0;
   each_gradient(params, false, [&](Py_ssize_t, const c10::TensorImpl* gradient) {
-    marks_of(self).set(gradient, next);
+    // Nobody counts the writes to those. (torch has no const method that asks.)
+    if (!const_cast<c10::TensorImpl*>(gradient)->is_inference()) {
+      marks_of(self).set(gradient, next);
+    }
     return true;
   });
   Py_RETURN_NONE;
