@@ -90,3 +90,11 @@ def no_accelerator_of_another_test():
     forget()
     yield
     forget()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_are_chosen():
+    """Which kernels serve the CPU is fixed when it is first used: not by a test without C++."""
+    from gradilocks import kernels
+
+    return kernels.BACKENDS["cpu"]
