@@ -189,7 +189,7 @@ def test_what_is_sent_does_not_wait_for_the_queue_and_arrives_whole():
     busy = torch.cuda.Event()
     torch.cuda._sleep(2_000_000_000)  # A second or so.
     busy.record()
-    for size in (1, 64, 2000, host_numbers._STAGED // 8, 100_000):
+    for size in (1, 64, 2000, host_numbers.STAGED // 8, 100_000):
         numbers = torch.arange(size, dtype=torch.int64)
         sent.append(host_numbers.send(numbers, torch.device("cuda", 0)))
         numbers.zero_()  # Taken over, or pinned: the sender may forget them.

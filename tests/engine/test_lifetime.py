@@ -372,6 +372,7 @@ def test_a_count_on_its_way_to_the_host_does_not_travel_with_a_copy(copied):
 @pytest.mark.parametrize("copied", COPIERS.values(), ids=COPIERS)
 @pytest.mark.parametrize("name", ["AdamW fused", "our AdamW"])
 def test_on_a_gpu_a_control_is_copied_while_a_count_is_on_its_way(name, copied):
+    Trained("cuda", OPTIMIZERS[name], clip=1.0).train((1.0, 1.0, 1.0))  # Compiles the kernels.
     run = Trained("cuda", OPTIMIZERS[name], clip=1.0, give_up_after=2).train((1.0,))
     for factor in (1.0, INF):
         torch.cuda._sleep(200_000_000)

@@ -189,7 +189,7 @@ def test_an_upload_that_does_not_fit_is_refused(library):
 def test_an_upload_of_another_size_or_from_elsewhere_is_refused(library):
     there = torch.zeros(3, dtype=torch.int64, device="cuda")
     index, stream = there.get_device(), launching.current_stream(there.get_device())
-    with pytest.raises(ValueError, match="was given 16 bytes for 24"):
+    with pytest.raises(ValueError, match="16 bytes were given for a table of 24"):
         library.cuda_upload(there, torch.zeros(2, dtype=torch.int64), index, stream)
     with pytest.raises(ValueError, match="expected a tensor on the CPU, got one on cuda"):
         library.cuda_upload(there, there, index, stream)

@@ -11,6 +11,7 @@ launches. What is measured comes from `triton_measure`; nothing is read back by 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -28,6 +29,7 @@ from gradilocks.kernels.triton_launch import BoundLaunch, Launch, launch_for, un
 from gradilocks.kernels.triton_measure import (
     bound_measuring,
     gather,
+    kept_scratch,
     lanes_for,
     measure_located,
     scratch_for,
@@ -264,27 +266,54 @@ class Slab:
     Args:
         width: numbers a step.
         device: where they lie.
+        dtype: of the numbers.
     """
 
-    def __init__(self, width: int, device: torch.device) -> None:
-        self._width, self._device = width, device
+    def __init__(
+        self, width: int, device: torch.device, dtype: torch.dtype = torch.float64
+    ) -> None:
+        self._width, self._device, self._dtype = width, device, dtype
         self._size = max(1, min(64, _SLAB // width)) * width
         self.stream: int | None = None
         """The stream whose steps leave something there."""
         self.free: Iterator[int] = iter(())
         """Where in `numbers` the numbers of the next steps begin, as long as there is room."""
-        self.numbers = torch.empty(0, dtype=torch.float64, device=device)
+        self.numbers = torch.empty(0, dtype=dtype, device=device)
 
     def take(self, stream: int | None, captured: bool = False) -> tuple[Tensor, int]:
-        """float64, 1-d, and where in it the numbers of the next step begin."""
+        """1-d, and where in it the numbers of the next step begin."""
         if captured:  # A graph writes to the same place at each replay.
-            return torch.empty(self._width, dtype=torch.float64, device=self._device), 0
+            return torch.empty(self._width, dtype=self._dtype, device=self._device), 0
         at = next(self.free, None)
         if at is None or stream != self.stream:
-            self.numbers = torch.empty(self._size, dtype=torch.float64, device=self._device)
+            self.numbers = torch.empty(self._size, dtype=self._dtype, device=self._device)
             self.stream, self.free = stream, iter(range(0, self._size, self._width))
             at = next(self.free)
         return self.numbers, at
+
+
+class _Rooms(threading.local):
+    """Slabs for functions that nobody owns, as a clip: of each thread, and of each stream."""
+
+    def __init__(self) -> None:
+        self._slabs: dict[tuple[object, ...], Slab] = {}
+
+    def take(
+        self, width: int, device: torch.device, dtype: torch.dtype = torch.float64
+    ) -> tuple[Tensor, int]:
+        """1-d, and where in it so many numbers are this call's."""
+        key = (width, device, stream := stream_of(device), dtype)
+        slab = self._slabs.get(key)
+        if slab is None:
+            while len(self._slabs) >= _MOST_SLABS:
+                del self._slabs[next(iter(self._slabs))]
+            slab = self._slabs[key] = Slab(width, device, dtype)
+        return slab.take(stream, capturing())
+
+
+_rooms = _Rooms()
+_MOST_SLABS = 32
+"""How many of them a thread keeps."""
 
 
 class _Spare:
@@ -317,16 +346,17 @@ def look(located: Located, multiplier: Tensor | None) -> tuple[Tensor, Callable[
     Raises:
         KernelFailed: one of the kernels does not compile; nothing has been done.
     """
-    chunking = located.chunking
-    found = torch.empty(5, chunking.count, dtype=torch.float64, device=located.device)
-    skip = torch.empty((), dtype=torch.float32, device=located.device)
-    scratch = scratch_for(located)
+    chunking, device = located.chunking, located.device
+    count = chunking.count
+    found, at = _rooms.take(5 * count, device)
+    flags, place = _rooms.take(1, device, torch.float32)
+    skip, scratch = flags[place], kept_scratch(located)
     if "looked" not in chunking.launches:  # Nothing is multiplied if that cannot be launched.
-        _settle_spare(located, scratch, found, 2.0, None, skip=skip, prepare_only=True)
+        _settle_spare(located, scratch, found, at, 2.0, None, skip=skip, prepare_only=True)
         chunking.launches["looked"] = []
     measure_located(located, scratch, multiplier=multiplier)
-    _settle_spare(located, scratch, found, 2.0, None, skip=skip)
-    return skip, lambda: nonfinite_of(found)
+    _settle_spare(located, scratch, found, at, 2.0, None, skip=skip)
+    return skip, lambda: nonfinite_of(found.narrow(0, at, 5 * count).view(5, count))
 
 
 def limit(tensors: AddressedTensors, bound: float, order: float) -> tuple[Tensor, Tensor]:
@@ -344,10 +374,10 @@ def limit(tensors: AddressedTensors, bound: float, order: float) -> tuple[Tensor
         KernelFailed: one of the kernels does not compile; nothing has been done.
     """
     located = tensors.at.located
-    found = torch.empty(5, located.chunking.count, dtype=torch.float64, device=located.device)
-    scratch = scratch_for(located)
+    found, at = _rooms.take(5 * located.chunking.count, located.device)
+    scratch = kept_scratch(located)
     measure_located(located, scratch, order=order)
-    return _settle_spare(located, scratch, found, order, bound)
+    return _settle_spare(located, scratch, found, at, order, bound)
 
 
 def advance(state: ScaleState, skip: Tensor, numbers: tuple[float, ...]) -> None:
@@ -372,6 +402,7 @@ def _settle_spare(
     located: Located,
     scratch: tuple[Tensor, Tensor],
     found: Tensor,
+    found_at: int,
     order: float,
     bound: float | None,
     *,
@@ -387,8 +418,8 @@ def _settle_spare(
         if not capturing():
             _spares[device, stream_of(device)] = spare
     numbers = numbers_on(device, (_LARGEST if bound is None else bound, _LARGEST))
-    row = torch.empty(12, dtype=torch.float64, device=device)
-    coefficient = torch.empty((), dtype=torch.float64, device=device)
+    row, row_at = _rooms.take(_ROW + 1, device)
+    coefficient = row[row_at + _ROW]
     standing = Standing(
         (spare.arrived, numbers, spare.scale, *spare.moving),
         (spare.skip if skip is None else skip, spare.divisor, coefficient),
@@ -398,9 +429,9 @@ def _settle_spare(
         clip=bound is not None, dynamic=False, unscaled=True,
     )  # fmt: skip
     if not prepare_only:
-        launch(located.chunking.count, device, *args)
-    keep_if_captured(spare, standing, scratch, found, located)
-    return row[2], coefficient
+        launch(located.chunking.count, device, *args[:-2], found_at, row_at)
+    keep_if_captured(spare, standing, scratch, found, row, located)
+    return row[row_at + 2], coefficient
 
 
 class Standing(NamedTuple):
