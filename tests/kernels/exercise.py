@@ -7,7 +7,7 @@ PYTHONPATH=src compute-sanitizer --tool racecheck python tests/kernels/exercise.
 import torch
 
 from gradilocks import DynamicScale, GradientControl, GradScaler, clip_grad_norm_, kernels, optim
-from gradilocks.kernels import triton_backend
+from gradilocks.kernels import native, triton_backend
 
 SIZES = (1, 3, 2047, 4096, 4097, 32768, 70_001)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -52,6 +52,7 @@ def exercise(device):
             assert control.step().skipped == bad
             control.zero_grad()
 
+    repeat(device)
     some = [torch.nn.Parameter(tensor) for tensor in mixed if tensor.dtype is not torch.float16]
     optimizer = torch.optim.SGD(some, lr=1e-3)
     scaler = GradScaler("cuda")
@@ -65,6 +66,23 @@ def exercise(device):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+
+
+def repeat(device):
+    """Steps that are taken again by the same launches, on gradients that lie elsewhere."""
+    for optimizer_class, settings in OPTIMIZERS:
+        dtype = torch.bfloat16 if "master_weights" in settings else torch.float32
+        params = [torch.nn.Parameter(torch.randn(s, device=device).to(dtype)) for s in SIZES]
+        optimizer = optimizer_class(params, lr=1e-3, **settings)
+        control = GradientControl(optimizer, clip=1.0)
+        held = []
+        for number in range(7):
+            control.backward(sum(param.float().sum() for param in params))
+            optimizer.param_groups[0]["lr"] = 1e-3 / (1 + number // 2)
+            control.step()
+            held.append([param.grad for param in params])
+            control.zero_grad()
+        assert control._bound is not None or native.library() is None
 
 
 if __name__ == "__main__":
