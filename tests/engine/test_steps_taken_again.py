@@ -197,13 +197,10 @@ def scheduled(run):
     torch.optim.lr_scheduler.StepLR(run.optimizer, 1)
 
 
-def kernel_failed(run):
-    """Plain torch serves from here on, as after a kernel that does not compile."""
-
-
 CHANGES = [
     lr, betas, lr_tensor, frozen, data_replaced, moments_replaced, moments_moved, added_group,
     loaded, control_loaded, another_clip, hook, amsgrad, another_class, own_step, scheduled,
+    scaled_by_hand,
 ]  # fmt: skip
 TAKEN_OVER = {"lr", "betas", "lr_tensor"}
 """Changes that a bound step takes over."""
