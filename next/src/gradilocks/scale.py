@@ -1,0 +1,320 @@
+"""Scale policies: how the loss scale starts and moves.
+
+A policy is a frozen configuration with two pure functions, `init` and `update`. The state is a dict of 0-d tensors, and
+`update` is torch operations only, so the scale moves on its device without a host synchronization.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from gradilocks.checks import check_number
+
+__all__ = [
+    "LARGEST_SCALE",
+    "SMALLEST_SCALE",
+    "DynamicScale",
+    "HeadroomScale",
+    "ScalePolicy",
+    "ScaleRules",
+    "StaticScale",
+    "check_scale",
+    "initial_state",
+    "resolve_scale",
+    "update_dynamic_scale",
+]
+
+SMALLEST_SCALE = 2.0**-126
+"""Smallest scale that, like its reciprocal, is a normal float32."""
+LARGEST_SCALE = float(torch.finfo(torch.float32).max)
+_LARGEST_INT32 = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True)
+class ScaleRules:
+    """A scale policy in plain numbers, for kernels that apply it on the device."""
+
+    moves: bool
+    """False for a constant scale; the other numbers are then unused."""
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = SMALLEST_SCALE
+    max_scale: float = LARGEST_SCALE
+    hysteresis: int = 1
+
+
+class ScalePolicy:
+    """Base class of scale policies.
+
+    A policy of your own is a subclass, or any object with these `init` and `update`.
+    """
+
+    min_scale: float = SMALLEST_SCALE
+    max_scale: float = LARGEST_SCALE
+
+    def init(self) -> dict[str, Tensor]:
+        """Returns the initial state: 0-d tensors, of which "scale" (float32) is required. See `initial_state`."""
+        raise NotImplementedError(f"{type(self).__name__} must define init().")
+
+    def update(self, state: Mapping[str, Tensor], overflow: Tensor, largest: Tensor) -> dict[str, Tensor]:
+        """Returns the next state. A pure function; not called for steps that a clip policy rejected.
+
+        Args:
+            state: the current state.
+            overflow: 0-d bool, a gradient contained NaN or Inf.
+            largest: 0-d, largest magnitude of the scaled gradients.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define update(state, overflow, largest).")
+
+    def rules(self) -> ScaleRules | None:
+        """Returns the policy as plain numbers, or None if only `update` can express it."""
+        return None
+
+
+@dataclass(frozen=True)
+class StaticScale(ScalePolicy):
+    """Multiplies the loss by a constant. An overflow skips the step and nothing else.
+
+        scale = scale
+
+    Args:
+        scale: the constant. Powers of two cost no precision.
+
+    Example:
+        >>> StaticScale(1024.0).init()["scale"]
+        tensor(1024.)
+
+    Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
+    """
+
+    scale: float
+
+    def __post_init__(self) -> None:
+        check_scale("scale", self.scale)
+        object.__setattr__(self, "min_scale", self.scale)
+        object.__setattr__(self, "max_scale", self.scale)
+
+    def init(self) -> dict[str, Tensor]:
+        return initial_state(self.scale)
+
+    def update(self, state: Mapping[str, Tensor], overflow: Tensor, largest: Tensor) -> dict[str, Tensor]:
+        return dict(state)
+
+    def rules(self) -> ScaleRules | None:
+        return ScaleRules(moves=False) if type(self) is StaticScale else None
+
+
+@dataclass(frozen=True)
+class DynamicScale(ScalePolicy):
+    """Grows the scale after a run of finite steps and backs off after overflows.
+
+        overflow:  growth_tracker = 0;  hysteresis -= 1
+                   if hysteresis <= 0:  scale = max(scale * backoff_factor, min_scale)
+        finite:    growth_tracker += 1
+                   if growth_tracker >= growth_interval:
+                       growth_tracker = 0;  hysteresis is refilled
+                       if scale * growth_factor <= max_scale:  scale *= growth_factor
+
+    With `hysteresis=1` this is the rule of `torch.amp.GradScaler` with a floor and a ceiling. With 2 it is the rule of
+    Megatron-LM.
+
+    Args:
+        init_scale: scale of the first step.
+        growth_factor: above 1.
+        backoff_factor: between 0 and 1.
+        growth_interval: number of consecutive finite steps before the scale grows.
+        min_scale: lower bound. torch's scale can reach 0, after which every gradient is NaN.
+        max_scale: upper bound. A growth beyond it is omitted, so that a power of two stays one.
+        hysteresis: number of overflows before the scale backs off for the first time since it last grew.
+
+    Example:
+        >>> policy = DynamicScale(init_scale=8.0)
+        >>> policy.update(policy.init(), overflow=torch.tensor(True), largest=torch.tensor(0.0))["scale"]
+        tensor(4.)
+
+    Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 2.0**-24
+    max_scale: float = 2.0**32
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        _check_moving(self)
+        check_number("hysteresis", self.hysteresis, at_least=1, at_most=_LARGEST_INT32, integer=True)
+
+    def init(self) -> dict[str, Tensor]:
+        return initial_state(self.init_scale, hysteresis=self.hysteresis)
+
+    def update(self, state: Mapping[str, Tensor], overflow: Tensor, largest: Tensor) -> dict[str, Tensor]:
+        return update_dynamic_scale(state, overflow, self._rules())
+
+    def rules(self) -> ScaleRules | None:
+        return self._rules() if type(self) is DynamicScale else None
+
+    def _rules(self) -> ScaleRules:
+        return ScaleRules(
+            moves=True,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+            min_scale=self.min_scale,
+            max_scale=self.max_scale,
+            hysteresis=self.hysteresis,
+        )
+
+
+def update_dynamic_scale(state: Mapping[str, Tensor], overflow: Tensor, rules: ScaleRules) -> dict[str, Tensor]:
+    """Returns the next state of DynamicScale; the pseudo-code is in its docstring.
+
+    Args:
+        state: "scale", "growth_tracker" and "hysteresis".
+        overflow: 0-d bool.
+        rules: the numbers of the policy.
+    """
+    scale = _widen(state["scale"])
+    finite_steps = torch.where(overflow, 0, state["growth_tracker"] + 1)
+    hysteresis = torch.where(overflow, state["hysteresis"] - 1, state["hysteresis"])
+    grows = finite_steps >= rules.growth_interval
+    grown = scale * rules.growth_factor
+    grown = torch.where(grown <= rules.max_scale, grown, scale)
+    moved = torch.where(overflow & (hysteresis <= 0), scale * rules.backoff_factor, scale)
+    moved = torch.where(grows, grown, moved).clamp(rules.min_scale, rules.max_scale)
+    return {
+        "scale": moved.to(torch.float32),
+        "growth_tracker": torch.where(grows, 0, finite_steps),
+        "hysteresis": torch.where(grows, rules.hysteresis, hysteresis),
+    }
+
+
+@dataclass(frozen=True)
+class HeadroomScale(ScalePolicy):
+    """Keeps `margin` doublings between the largest gradient and the largest value of the format.
+
+        overflow:  scale = ceiling = scale * backoff_factor;  growth_tracker = 0
+        finite:    growth_tracker += 1
+                   if growth_tracker >= growth_interval:  growth_tracker = 0;  ceiling *= growth_factor
+                   headroom = floor(log2(largest_value / largest magnitude))
+                   scale = min(scale * 2^(headroom - margin), ceiling)
+
+    The scale fits after the first step and comes down before slowly growing gradients overflow. The ceiling remembers an
+    overflow: it may have started in the gradient of an activation, which no gradient of a parameter shows. Gradients
+    that are all zero leave the scale as it is.
+
+    Args:
+        init_scale: scale of the first step.
+        margin: doublings kept free.
+        largest_value: largest finite value of the format that gradients are computed in; float16's by default.
+        growth_factor: raises the ceiling; above 1.
+        backoff_factor: lowers scale and ceiling after an overflow; between 0 and 1.
+        growth_interval: number of consecutive finite steps before the ceiling is raised.
+        min_scale, max_scale: bounds of the scale.
+
+    Example:
+        >>> policy = HeadroomScale(init_scale=256.0, margin=4)
+        >>> policy.update(policy.init(), overflow=torch.tensor(False), largest=torch.tensor(0.25))["scale"]
+        tensor(2097152.)
+
+    Reference: the scale from the largest magnitude is that of Kuchaiev et al., "Mixed-Precision Training for NLP and
+    Speech Recognition with OpenSeq2Seq", 2018, and of FP8 recipes.
+    """
+
+    init_scale: float = 2.0**8
+    margin: int = 4
+    largest_value: float = 65504.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    min_scale: float = 2.0**-24
+    max_scale: float = 2.0**32
+
+    def __post_init__(self) -> None:
+        _check_moving(self)
+        check_number("margin", self.margin, at_least=0, integer=True)
+        check_number("largest_value", self.largest_value, above=0.0, below=math.inf)
+
+    def init(self) -> dict[str, Tensor]:
+        return {**initial_state(self.init_scale), "ceiling": torch.full((), self.max_scale, dtype=torch.float32)}
+
+    def update(self, state: Mapping[str, Tensor], overflow: Tensor, largest: Tensor) -> dict[str, Tensor]:
+        scale, ceiling, largest = _widen(state["scale"]), _widen(state["ceiling"]), _widen(largest)
+        finite_steps = torch.where(overflow, 0, state["growth_tracker"] + 1)
+        grows = finite_steps >= self.growth_interval
+        ceiling = torch.where(grows, ceiling * self.growth_factor, ceiling)
+        headroom = torch.floor(torch.log2(self.largest_value / largest))
+        fitting = torch.minimum(scale * torch.exp2(headroom - self.margin), ceiling)
+        fitting = torch.where((largest > 0) & largest.isfinite(), fitting, scale)
+        moved = torch.where(overflow, scale * self.backoff_factor, fitting).clamp(self.min_scale, self.max_scale)
+        return {
+            "scale": moved.to(torch.float32),
+            "growth_tracker": torch.where(grows, 0, finite_steps),
+            "hysteresis": state["hysteresis"],
+            "ceiling": torch.where(overflow, moved, ceiling.clamp(max=self.max_scale)).to(torch.float32),
+        }
+
+
+def initial_state(scale: float, *, hysteresis: int = 0) -> dict[str, Tensor]:
+    """Returns the state that every policy has: "scale", "growth_tracker" and "hysteresis", in torch's dtypes.
+
+    Args:
+        scale: initial scale.
+        hysteresis: initial hysteresis; 0 for policies that do not use it.
+    """
+    return {
+        "scale": torch.full((), scale, dtype=torch.float32),
+        "growth_tracker": torch.zeros((), dtype=torch.int32),
+        "hysteresis": torch.full((), hysteresis, dtype=torch.int32),
+    }
+
+
+def resolve_scale(scale: object) -> ScalePolicy | None:
+    """Returns the policy for GradientControl's `scale=`.
+
+    Args:
+        scale: None (no scaling), "dynamic", a number (StaticScale), or a policy.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if scale is None:
+        return None
+    if isinstance(scale, str) and scale == "dynamic":
+        return DynamicScale()
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        return StaticScale(float(scale))
+    if isinstance(scale, type) or not all(callable(getattr(scale, name, None)) for name in ("init", "update")):
+        raise TypeError(
+            "scale must be None, 'dynamic', a number or a scale policy such as DynamicScale(init_scale=1024.0), "
+            f"got {scale!r}."
+        )
+    return cast(ScalePolicy, scale)
+
+
+def check_scale(name: str, value: object) -> None:
+    """Raises unless `value` is a number that, like its reciprocal, is a positive finite float32."""
+    check_number(name, value, at_least=SMALLEST_SCALE, at_most=LARGEST_SCALE)
+
+
+def _check_moving(policy: DynamicScale | HeadroomScale) -> None:
+    for name in ("init_scale", "min_scale", "max_scale"):
+        check_scale(name, getattr(policy, name))
+    check_number("init_scale", policy.init_scale, at_least=policy.min_scale, at_most=policy.max_scale)
+    check_number("growth_factor", policy.growth_factor, above=1.0, below=math.inf)
+    check_number("backoff_factor", policy.backoff_factor, above=0.0, below=1.0)
+    check_number("growth_interval", policy.growth_interval, at_least=1, at_most=_LARGEST_INT32, integer=True)
+
+
+def _widen(number: Tensor) -> Tensor:
+    # A float32 product of a scale near its bounds could overflow before the clamp. MPS has no float64.
+    return number if number.device.type == "mps" else number.to(torch.float64)
