@@ -1,0 +1,168 @@
+"""The kernels in plain torch: for every device, and the oracle of the tests.
+
+On a CPU the host reads numbers freely, since nothing has to be waited for; elsewhere no number leaves the device.
+
+A finite norm proves that no element is NaN or Inf, so on a CPU a healthy tensor is read once. torch's own CPU norm adds
+float32 squares in float32: 4e-4 off for 10 M normal values, 2e-2 if one of them is large. Small tensors are therefore
+added in float64. For large ones that is slow (10 M float32 on two cores: 11 ms, rows 1.1 ms), so squares are added in
+float32 over rows of 128 elements and the rows in float64: within 6e-7 for any data (rows of 1,024: 4e-6).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradilocks.torch_private import foreach_mul_, foreach_norm
+
+__all__ = ["STATISTICS", "clamp_", "is_dense", "measure", "multiply_", "total_norm", "unscale_"]
+
+STATISTICS = ("norm", "largest", "zeros", "nan", "inf")
+"""The rows of what `measure` returns."""
+
+_HALF = (torch.float16, torch.bfloat16)
+_ROW = 128
+# 150 tensors of 1,000 elements: 0.36 ms in one foreach call, 0.48 one by one.
+_MAX_SMALL = 1 << 16
+# Below these mean squares, squares are subnormal or zero and their sum is inexact.
+_TINY_MEAN_SQUARE = {torch.float32: 1.2e-31, torch.float64: 1e-290}
+
+
+@torch.no_grad()
+def measure(tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = True) -> Tensor:
+    """See `gradilocks.kernels.measure`."""
+    if tensors[0].device.type != "cpu" or order not in (2.0, math.inf):
+        return torch.stack([_statistics(tensor, order) for tensor in tensors], dim=1)
+    norms = _largest(tensors) if order == math.inf else _norms_on_cpu(tensors)
+    largest = norms if order == math.inf else _largest(tensors) if detail else [math.nan] * len(tensors)
+    zeros = [float(t.numel() - torch.count_nonzero(t)) if detail else math.nan for t in tensors]
+    table = torch.tensor([norms, largest, zeros, [0.0] * len(tensors), [0.0] * len(tensors)], dtype=torch.float64)
+    for index, norm in enumerate(norms):
+        if not math.isfinite(norm):
+            table[:, index] = _statistics(tensors[index], order)
+    return table
+
+
+@torch.no_grad()
+def multiply_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """See `gradilocks.kernels.multiply_`."""
+    if factor.dim():
+        for tensor, own_factor in zip(tensors, factor.unbind(), strict=True):
+            multiply_([tensor], own_factor)
+        return
+    if factor.device.type == "cpu" and factor.item() == 1.0:
+        return
+    single = factor.to(torch.float32)
+    for dtype in {tensor.dtype for tensor in tensors}:
+        same = [tensor for tensor in tensors if tensor.dtype is dtype]
+        if dtype in _HALF and factor.device.type != "cpu":
+            for tensor in same:  # A 0-d factor would be rounded to half precision first.
+                tensor.copy_(tensor.float() * single)
+        else:
+            foreach_mul_(same, factor if dtype is torch.float64 else single)
+
+
+@torch.no_grad()
+def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:
+    """See `gradilocks.kernels.clamp_`."""
+    if bound.device.type == "cpu" and bound.item() == math.inf:
+        return
+    for tensor in tensors:
+        limit = torch.where(bound > torch.finfo(tensor.dtype).max, math.inf, bound).to(tensor.dtype)
+        tensor.clamp_(-limit, limit)
+
+
+@torch.no_grad()
+def unscale_(tensors: Sequence[Tensor], inverse_scale: Tensor) -> Tensor:
+    """See `gradilocks.kernels.unscale_`."""
+    multiply_(tensors, inverse_scale)
+    if inverse_scale.device.type == "cpu":
+        return torch.tensor(float(not all(map(_is_finite_on_cpu, tensors))))
+    finite = torch.stack([tensor.isfinite().all() for tensor in tensors])
+    return finite.all().logical_not().to(torch.float32)
+
+
+def total_norm(norms: Tensor, order: float) -> Tensor:
+    """Computes the norm of several tensors from the norm of each, without overflow.
+
+    Args:
+        norms: 1-d float64.
+        order: p of the norms, above 0.
+
+    Returns:
+        0-d, of the same dtype. 0 for no norms.
+    """
+    if not norms.numel():
+        return norms.new_zeros(())
+    largest = norms.amax()
+    usable = (largest > 0) & torch.isfinite(largest)
+    unit = torch.where(usable, largest, 1.0)  # In units of the largest norm no power exceeds 1.
+    return torch.where(usable, unit * torch.linalg.vector_norm(norms / unit, order), largest)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """True if the elements fill one range of memory without gaps or overlap, in any order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _statistics(tensor: Tensor, order: float) -> Tensor:
+    """Computes the column of one tensor for any order, value and device, in several passes."""
+    dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
+    is_nan = torch.isnan(tensor)
+    nan, inf = is_nan.sum(), torch.isinf(tensor).sum()
+    magnitude = tensor.to(dtype).abs().masked_fill(is_nan, 0.0)
+    largest = magnitude.amax() if tensor.numel() else magnitude.sum()
+    usable = (largest > 0) & torch.isfinite(largest)
+    unit = torch.where(usable, largest, 1.0)
+    norm = torch.where(usable, unit * torch.linalg.vector_norm(magnitude / unit, order), largest)
+    norm = torch.where(nan > 0, math.nan, norm)
+    zeros = tensor.numel() - torch.count_nonzero(tensor)
+    return torch.stack([norm, largest, *(count.to(dtype) for count in (zeros, nan, inf))])
+
+
+def _norms_on_cpu(tensors: Sequence[Tensor]) -> list[float]:
+    """2-norms; NaN where elements are non-finite, or so large or small that the sum of squares is inexact."""
+    small = [tensor for tensor in tensors if tensor.numel() <= _MAX_SMALL]
+    small_norms = iter(torch.stack(foreach_norm(small, 2.0, torch.float64)).tolist() if small else ())
+    norms = [next(small_norms) if tensor.numel() <= _MAX_SMALL else _norm_of_rows(tensor) for tensor in tensors]
+    for index, (tensor, norm) in enumerate(zip(tensors, norms, strict=True)):
+        is_small = tensor.numel() <= _MAX_SMALL and tensor.dtype is not torch.float64
+        # Squares of float32 neither overflow nor vanish in float64.
+        least = 0.0 if is_small else tensor.numel() * _TINY_MEAN_SQUARE.get(tensor.dtype, 1.2e-31)
+        if not least <= norm * norm < math.inf:
+            norms[index] = math.nan
+    return norms
+
+
+def _norm_of_rows(tensor: Tensor) -> float:
+    if tensor.dtype is torch.float64:
+        return float(torch.linalg.vector_norm(tensor))
+    flat = tensor.as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.reshape(-1)
+    whole = flat.numel() // _ROW * _ROW
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float64)
+    return math.hypot(float(torch.linalg.vector_norm(rows, dtype=torch.float64)), float(rest))
+
+
+def _largest(tensors: Sequence[Tensor]) -> list[float]:
+    """Largest magnitudes; NaN for a tensor with NaN. `aminmax` is four times faster than an inf-norm on a CPU."""
+    ends = [torch.stack(torch.aminmax(t)).double() if t.numel() else torch.zeros(2).double() for t in tensors]
+    largest: list[float] = torch.stack(ends).abs().amax(dim=1).tolist()
+    return largest
+
+
+def _is_finite_on_cpu(tensor: Tensor) -> bool:
+    # A sum is twenty times faster than `isfinite().all()` (1 M float32: 47 us, 1 ms), but may overflow.
+    total = tensor.sum(dtype=torch.float32 if tensor.dtype in _HALF else None)
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
