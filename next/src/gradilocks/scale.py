@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import cast
 
 import torch
@@ -27,7 +27,6 @@ __all__ = [
     "check_scale",
     "initial_state",
     "resolve_scale",
-    "update_dynamic_scale",
 ]
 
 SMALLEST_SCALE = 2.0**-126
@@ -158,44 +157,23 @@ class DynamicScale(ScalePolicy):
         return initial_state(self.init_scale, hysteresis=self.hysteresis)
 
     def update(self, state: Mapping[str, Tensor], overflow: Tensor, largest: Tensor) -> dict[str, Tensor]:
-        return update_dynamic_scale(state, overflow, self._rules())
+        scale = _widen(state["scale"])
+        finite_steps = torch.where(overflow, 0, state["growth_tracker"] + 1)
+        hysteresis = torch.where(overflow, state["hysteresis"] - 1, state["hysteresis"])
+        grows = finite_steps >= self.growth_interval
+        grown = scale * self.growth_factor
+        grown = torch.where(grown <= self.max_scale, grown, scale)
+        moved = torch.where(overflow & (hysteresis <= 0), scale * self.backoff_factor, scale)
+        moved = torch.where(grows, grown, moved).clamp(self.min_scale, self.max_scale)
+        return {
+            "scale": moved.to(torch.float32),
+            "growth_tracker": torch.where(grows, 0, finite_steps),
+            "hysteresis": torch.where(grows, self.hysteresis, hysteresis),
+        }
 
     def rules(self) -> ScaleRules | None:
-        return self._rules() if type(self) is DynamicScale else None
-
-    def _rules(self) -> ScaleRules:
-        return ScaleRules(
-            moves=True,
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            growth_interval=self.growth_interval,
-            min_scale=self.min_scale,
-            max_scale=self.max_scale,
-            hysteresis=self.hysteresis,
-        )
-
-
-def update_dynamic_scale(state: Mapping[str, Tensor], overflow: Tensor, rules: ScaleRules) -> dict[str, Tensor]:
-    """Returns the next state of DynamicScale; the pseudo-code is in its docstring.
-
-    Args:
-        state: "scale", "growth_tracker" and "hysteresis".
-        overflow: 0-d bool.
-        rules: the numbers of the policy.
-    """
-    scale = _widen(state["scale"])
-    finite_steps = torch.where(overflow, 0, state["growth_tracker"] + 1)
-    hysteresis = torch.where(overflow, state["hysteresis"] - 1, state["hysteresis"])
-    grows = finite_steps >= rules.growth_interval
-    grown = scale * rules.growth_factor
-    grown = torch.where(grown <= rules.max_scale, grown, scale)
-    moved = torch.where(overflow & (hysteresis <= 0), scale * rules.backoff_factor, scale)
-    moved = torch.where(grows, grown, moved).clamp(rules.min_scale, rules.max_scale)
-    return {
-        "scale": moved.to(torch.float32),
-        "growth_tracker": torch.where(grows, 0, finite_steps),
-        "hysteresis": torch.where(grows, rules.hysteresis, hysteresis),
-    }
+        numbers = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "init_scale"}
+        return ScaleRules(moves=True, **numbers) if type(self) is DynamicScale else None
 
 
 @dataclass(frozen=True)
@@ -208,9 +186,9 @@ class HeadroomScale(ScalePolicy):
                    headroom = floor(log2(largest_value / largest magnitude))
                    scale = min(scale * 2^(headroom - margin), ceiling)
 
-    The scale fits after the first step and comes down before slowly growing gradients overflow. The ceiling remembers an
-    overflow: it may have started in the gradient of an activation, which no gradient of a parameter shows. Gradients
-    that are all zero leave the scale as it is.
+    The scale fits after the first step and comes down before slowly growing gradients overflow. The ceiling remembers
+    an overflow, which may start in the gradient of an activation and then shows in no parameter's gradient beforehand.
+    If all gradients are zero, the scale stays.
 
     Args:
         init_scale: scale of the first step.
