@@ -15,6 +15,8 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "has_other_hooks",
+    "is_fsdp1_shard",
+    "localized_spec",
     "mark_stepped",
     "outside_compile",
     "supports_amp_scaling",
@@ -68,3 +70,17 @@ def foreach_norm(tensors: list[Tensor], order: float, dtype: torch.dtype) -> lis
 def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiplies many tensors by one factor in place, in one call."""
     torch._foreach_mul_(tensors, factor)
+
+
+def localized_spec(tensor: Any) -> Any:
+    """Mesh and placements of a plain tensor that was a DTensor; None if it was not.
+
+    `DistributedDataParallel(device_mesh=)` replaces the DTensors of tensor parallelism by their local tensors and keeps
+    the specification in this attribute.
+    """
+    return getattr(tensor, "_st_info", None)
+
+
+def is_fsdp1_shard(tensor: Tensor) -> bool:
+    """True for a shard of FullyShardedDataParallel (FSDP1), which is a plain tensor with this mark."""
+    return bool(getattr(tensor, "_fsdp_flattened", False))

@@ -1,0 +1,201 @@
+"""Collectives of a step: one row of numbers per rank, and norms of single tensors or groups.
+
+All ranks compute from the same gathered rows in the same order, so all reach the same decision bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+
+from gradilocks.errors import RanksDiffer
+from gradilocks.ranks.layout import Layout, format_ranks
+
+__all__ = [
+    "RANK_ROW",
+    "combine",
+    "describe_disagreement",
+    "disagreement",
+    "gather_flat",
+    "gather_rows",
+    "handshake",
+    "reduce_powers",
+    "unmatched_everywhere",
+]
+
+RANK_ROW = ("power", "nonfinite", "first_bad", "loss", "has_loss", "largest", "scale", "step")
+"""Numbers of one rank and step, in float64: sum of share · norm ** p (the largest norm for p = inf), count of NaN and
+Inf, index of the first parameter with one (-1 for none), loss, 1 if there is a loss, largest magnitude, scale, number
+of the step."""
+
+
+def gather_rows(row: Tensor, layout: Layout) -> Tensor:
+    """All-gathers one row per rank.
+
+    Args:
+        row: 1-d, float64.
+        layout: ranks that decide together.
+
+    Returns:
+        [ranks, len(row)] on the device of `row`, in the order of `layout.ranks`.
+    """
+    rows = row.to(layout.device)
+    # The innermost dimension first, so that the rows end up in row-major order.
+    for group in reversed(layout.groups):
+        rows = gather_flat(rows, group)
+    return rows.view(layout.size, -1).to(row.device)
+
+
+def gather_flat(tensor: Tensor, group: Any) -> Tensor:
+    """All-gathers a 1-d tensor over one process group and concatenates the parts by rank."""
+    import torch.distributed as dist
+
+    result = tensor.new_empty(group.size() * tensor.numel())
+    # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(result, tensor, group=group)
+    return result
+
+
+def reduce_powers(powers: Tensor, layout: Layout, order: float, *, over: Literal["spmd", "group"]) -> Tensor:
+    """Sums p-th powers over ranks; for p = inf takes the largest.
+
+    Args:
+        powers: 1-d, one per tensor or group, weighted with the shares.
+        layout: the ranks.
+        order: p.
+        over: "spmd" for the ranks with the same parameter list, "group" for all.
+    """
+    import torch.distributed as dist
+
+    operation = dist.ReduceOp.MAX if order == math.inf else dist.ReduceOp.SUM
+    result = powers.to(layout.device, copy=True)
+    for group in layout.spmd_groups if over == "spmd" else layout.groups:
+        dist.all_reduce(result, operation, group=group)
+    return result.to(powers.device)
+
+
+def combine(rows: Tensor, order: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Combines the rows of all ranks.
+
+    Args:
+        rows: [ranks, len(RANK_ROW)].
+        order: p of the norm.
+
+    Returns:
+        norm ** p (the norm for p = inf), number of NaN and Inf, largest magnitude; each 0-d.
+    """
+    columns = dict(zip(RANK_ROW, rows.unbind(dim=1), strict=True))
+    power = columns["power"].amax() if order == math.inf else columns["power"].sum()
+    return power, columns["nonfinite"].sum(), columns["largest"].amax()
+
+
+def disagreement(rows: Tensor) -> Tensor:
+    """0-d bool: True if ranks are at different scales or steps. No host read."""
+    columns = rows[:, RANK_ROW.index("scale") : RANK_ROW.index("step") + 1]
+    return (columns != columns[:1]).any()
+
+
+def describe_disagreement(rows: Tensor, layout: Layout) -> str:
+    """Message for RanksDiffer if `disagreement(rows)` is True. Reads the rows."""
+    parts = []
+    for name in ("scale", "step"):
+        values = [f"{value:g}" for value in rows[:, RANK_ROW.index(name)].tolist()]
+        if len(set(values)) > 1:
+            parts.append(f"{name} differs: {_by_rank(values, layout.ranks)}")
+    return (
+        f"{'; '.join(parts)}. The step was skipped on every rank. Load the same checkpoint on every rank and call "
+        "step() equally often."
+    )
+
+
+def handshake(
+    layout: Layout, settings: Mapping[str, str], names: Sequence[str], *, per_tensor: bool = False
+) -> tuple[Sequence[str], ...]:
+    """Compares settings and parameter lists over all ranks, once, at the first step.
+
+    Sends a few hundred bytes per rank; names travel only if parameter lists differ, along the `distinct=` dimensions.
+
+    Args:
+        layout: ranks that decide together.
+        settings: arguments of the control as text, by name.
+        names: names of this rank's parameters.
+        per_tensor: True if norms of single tensors are reduced over ranks, which takes equal parameter lists.
+
+    Returns:
+        The names of every rank's parameters in the order of `layout.ranks`, or one list if all are equal.
+
+    Raises:
+        RanksDiffer: on every rank, if settings differ or ranks that should hold the same parameters do not.
+    """
+    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=16).digest()
+    entries = _gather_objects((dict(settings), digest, layout.stage), layout.groups)
+    for key in sorted({key for entry, *_ in entries for key in entry}):
+        values = [entry.get(key, "missing") for entry, *_ in entries]
+        if len(set(values)) > 1:
+            raise RanksDiffer(
+                f"{key}= differs: {_by_rank(values, layout.ranks)}. Construct the control identically on every rank."
+            )
+    stages = [stage for *_, stage in entries]
+    lists = {digest for _, digest, _ in entries}
+    if len(lists) == 1:
+        return (names,)
+    if len({(stage, digest) for _, digest, stage in entries}) == len(set(stages)):
+        by_stage = dict(_gather_objects((layout.stage, names), layout.distinct_groups))
+        return tuple(by_stage[stage] for stage in stages)
+    by_rank = tuple(_gather_objects(tuple(names), layout.groups))
+    if per_tensor or not layout.has_share_function:
+        _raise_for_lists(by_rank, stages, layout)
+    return by_rank
+
+
+def _raise_for_lists(by_rank: Sequence[Sequence[str]], stages: Sequence[int], layout: Layout) -> None:
+    """Raises RanksDiffer for the first two ranks of one stage with different parameter lists."""
+    for i, names in enumerate(by_rank):
+        j = stages.index(stages[i])
+        if names == by_rank[j]:
+            continue
+        ranks = layout.ranks[j], layout.ranks[i]
+        extra = sorted(set(names) ^ set(by_rank[j]))
+        owner = ranks[1] if extra and extra[0] in names else ranks[0]
+        detail = f"only rank {owner} has {extra[0]}" if extra else "in another order"
+        raise RanksDiffer(
+            f"{format_ranks(ranks)} should hold the same parameters, but {detail}. Pipeline stages or experts? Pass "
+            'mesh= and name their dimension in distinct=, such as distinct=("pp",).'
+        )
+
+
+def unmatched_everywhere(unmatched: Sequence[str], layout: Layout | None) -> list[str]:
+    """Patterns that match no parameter on any rank. A collective of all ranks, unless `layout` is None.
+
+    Args:
+        unmatched: patterns that match no parameter on this rank.
+        layout: ranks that decide together.
+    """
+    everywhere = [set(unmatched)] if layout is None else map(set, _gather_objects(list(unmatched), layout.groups))
+    common = set.intersection(*everywhere)
+    return [pattern for pattern in unmatched if pattern in common]
+
+
+def _gather_objects(item: Any, groups: Sequence[Any]) -> list[Any]:
+    """All-gathers a picklable object over groups, one after the other, in row-major order."""
+    import torch.distributed as dist
+
+    items = [item]
+    for group in reversed(groups):
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, items, group=group)
+        items = [item for part in parts for item in part]
+    return items
+
+
+def _by_rank(values: Sequence[str], ranks: Sequence[int]) -> str:
+    """Values with the ranks that have them: `1.0 on ranks 0-2, 0.5 on rank 3`."""
+    return ", ".join(
+        f"{value} on {format_ranks([rank for rank, other in zip(ranks, values, strict=True) if other == value])}"
+        for value in dict.fromkeys(values)
+    )

@@ -1,0 +1,388 @@
+"""Distribution of the parameters over ranks.
+
+Each parameter has one number, its share: the weight of this rank's elements in a sum over all ranks. With
+
+    share = shards · distinct / ranks
+
+every element of the model counts once in  norm ** p = Σ over ranks of share · ‖local elements‖ ** p:
+
+- ranks: number of ranks that decide together: those of `mesh=`, else all.
+- shards: number of parts the parameter is split into: the product of the mesh sizes of its Shard placements; 1 for a
+  plain tensor.
+- distinct: number of different parameters in its place: the product of the `distinct=` dimensions (pipeline stages,
+  experts) that its own mesh does not span.
+
+FSDP2 over 8 ranks: 8 · 1 / 8 = 1. A norm layer outside the plan of tensor parallelism: 1 · 1 / 8. A plain tensor of one
+of 2 pipeline stages with 4 replicas each: 1 · 2 / 8.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradilocks.torch_private import is_fsdp1_shard, localized_spec
+
+__all__ = [
+    "Layout",
+    "ShareFunction",
+    "collective_device",
+    "dtensor_spec",
+    "format_ranks",
+    "is_dtensor",
+    "layout_of",
+    "local",
+    "reduce_partial",
+    "rows_are_local",
+]
+
+ShareFunction = Callable[[str, Tensor], "float | None"]
+
+_warned = False
+"""True once this process was warned about plain parameters of which nothing is declared."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks that decide together, and the share of each parameter on this rank."""
+
+    ranks: tuple[int, ...]
+    """Global ranks, in the order of gathered rows."""
+    groups: tuple[Any, ...]
+    """Process groups whose collectives, one after the other, reach all of `ranks`. One, unless `mesh=` has several
+    dimensions and leaves out some ranks of the world."""
+    spmd_groups: tuple[Any, ...]
+    """The same for the ranks with this rank's parameter list: `groups` without the `distinct=` dimensions."""
+    distinct_groups: tuple[Any, ...]
+    """Process groups of the `distinct=` dimensions."""
+    stage: int
+    """Number of this rank's parameter list: its row-major coordinate along the `distinct=` dimensions."""
+    shares: tuple[float, ...]
+    """For each parameter, the weight of this rank's elements in sums over all ranks."""
+    device: torch.device
+    """Device that the groups' backend serves."""
+    has_share_function: bool = False
+    """True if `share=` was given, so that parameter lists may differ between ranks."""
+    _weights: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that decide together."""
+        return len(self.ranks)
+
+    def weights(self, like: Tensor) -> Tensor:
+        """The shares as a tensor with the device and dtype of `like`, copied there once."""
+        key = (like.device, like.dtype)
+        if key not in self._weights:
+            host = torch.tensor(self.shares, dtype=like.dtype)
+            self._weights[key] = host.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else host
+        return self._weights[key]
+
+
+@dataclass(frozen=True)
+class _RankGrid:
+    """The ranks of `mesh=`, or all ranks, as a grid with named dimensions."""
+
+    ranks: Tensor
+    names: tuple[str, ...]
+    dim_groups: tuple[Any, ...]
+    is_world: bool
+    """True if these are all ranks."""
+    is_declared: bool
+    """True if `mesh=` was given."""
+
+
+def layout_of(
+    params: Sequence[Tensor],
+    names: Sequence[str],
+    *,
+    mesh: Any = None,
+    distinct: str | Iterable[str] = (),
+    share: ShareFunction | None = None,
+    models: Iterable[nn.Module] = (),
+) -> Layout | None:
+    """Finds the ranks that must decide together, and the share of each parameter. Sends nothing.
+
+    Args:
+        params: all parameters of this rank's optimizers.
+        names: their names.
+        mesh: DeviceMesh or ProcessGroup of the ranks that train the model; None for all ranks.
+        distinct: names of the dimensions of `mesh` along which ranks hold different parameters.
+        share: function of name and parameter that overrides the share where it does not return None.
+        models: searched for DistributedDataParallel modules before all objects of the process are (0.1 s).
+
+    Returns:
+        None if one rank decides alone: a single rank, or replicas whose gradients DistributedDataParallel averages, so
+        that every rank decides the same.
+
+    Raises:
+        ValueError: if the shares cannot be known from the parameters and the arguments.
+    """
+    distinct = (distinct,) if isinstance(distinct, str) else tuple(distinct)
+    if distinct and mesh is None:
+        raise ValueError(f"distinct={distinct!r} names dimensions of mesh=, which is missing.")
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    grid = _rank_grid(mesh)
+    unknown = [name for name in distinct if name not in grid.names]
+    if unknown:
+        dims = f"has dimensions {', '.join(grid.names)}" if grid.names else "has no named dimensions"
+        raise ValueError(f"distinct= names {', '.join(unknown)}, but mesh= {dims}.")
+    if grid.ranks.numel() == 1:
+        return None
+    declared = [
+        None if share is None else _checked(share(name, p), name) for p, name in zip(params, names, strict=True)
+    ]
+    if not grid.is_declared and not _is_shared(params, names, declared, models):
+        return None
+    distinct_dims = [grid.names.index(name) for name in distinct]
+    shares = [
+        _share(param, name, grid, distinct_dims) if value is None else value
+        for param, name, value in zip(params, names, declared, strict=True)
+    ]
+    return _make_layout(params, shares, grid, distinct_dims, has_share_function=share is not None)
+
+
+def _rank_grid(mesh: Any) -> _RankGrid:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    rank = dist.get_rank()
+    if mesh is None:
+        mesh, is_declared = dist.group.WORLD, False
+    else:
+        is_declared = True
+    if isinstance(mesh, DeviceMesh):
+        ranks, names = mesh.mesh.detach().cpu(), tuple(mesh.mesh_dim_names or ())
+        is_member = mesh.get_coordinate() is not None
+    elif isinstance(mesh, dist.ProcessGroup):
+        ranks, names = torch.tensor(dist.get_process_group_ranks(mesh)), ()
+        is_member = rank in ranks
+    elif mesh == dist.GroupMember.NON_GROUP_MEMBER:  # `new_group` returns it on ranks that are not members.
+        raise ValueError(f"rank {rank} is not in mesh=. Construct the control on the ranks of the group only.")
+    else:
+        raise TypeError(f"mesh= takes a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}.")
+    if not is_member:
+        raise ValueError(f"rank {rank} is not in mesh= ({format_ranks(ranks.flatten().tolist())}).")
+    groups = tuple(mesh.get_all_groups()) if isinstance(mesh, DeviceMesh) else (mesh,)
+    return _RankGrid(ranks, names, groups, ranks.numel() == dist.get_world_size(), is_declared)
+
+
+def _checked(value: Any, name: str) -> float | None:
+    if value is not None and not 0.0 <= float(value) <= 1.0:
+        raise ValueError(f"share= returned {value!r} for {name}; a share is a number from 0 to 1, or None.")
+    return None if value is None else float(value)
+
+
+def _is_shared(
+    params: Sequence[Tensor], names: Sequence[str], declared: Sequence[float | None], models: Iterable[nn.Module]
+) -> bool:
+    """True if ranks must combine their norms although `mesh=` is missing; raises where that cannot be known."""
+    import torch.distributed as dist
+
+    world = dist.get_world_size()
+    undeclared = [(p, n) for p, n, value in zip(params, names, declared, strict=True) if value is None]
+    plain = [(p, n) for p, n in undeclared if p.requires_grad and dtensor_spec(p) is None and not is_fsdp1_shard(p)]
+    group_sizes = _data_parallel_groups([param for param, _ in plain], models)
+    beside = [name for param, name in plain if id(param) not in group_sizes]
+    if group_sizes and beside:
+        raise ValueError(
+            f"{_listed(beside)} outside of DistributedDataParallel, which averages the other gradients: ranks would "
+            "compute different norms. Wrap all trainable parameters, or pass mesh=torch.distributed.group.WORLD if you "
+            "average these gradients by hand, or share= if the ranks hold different parameters."
+        )
+    small = [size for size in group_sizes.values() if size < world]
+    if small:
+        raise ValueError(
+            f"DistributedDataParallel spans {small[0]} of {world} ranks. Pass mesh=, the DeviceMesh of all ranks that "
+            'train the model, and distinct=("pp",) for pipeline stages; or, for several independent models, '
+            "mesh=model.process_group."
+        )
+    if len(undeclared) < len(params) or any(dtensor_spec(p) is not None or is_fsdp1_shard(p) for p in params):
+        return True
+    global _warned
+    if beside and not _warned:
+        _warned = True
+        warnings.warn(
+            f"{world} ranks, plain parameters, no DistributedDataParallel: each rank decides on its own gradients, "
+            "which is right only if you average them by hand. Pass mesh=torch.distributed.group.WORLD to decide "
+            "together.",
+            stacklevel=4,
+        )
+    return False
+
+
+def _data_parallel_groups(params: Sequence[Tensor], models: Iterable[nn.Module]) -> dict[int, int]:
+    """For each parameter that a DistributedDataParallel averages, by id: the size of its process group.
+
+    DDP leaves no trace on its parameters, so if `models` do not contain it all objects of the process are searched.
+    """
+    kind = nn.parallel.DistributedDataParallel
+    wanted = {id(param) for param in params}
+    found: dict[int, int] = {}
+
+    def search(candidates: Iterable[Any]) -> None:
+        for ddp in candidates:
+            # `type` because isinstance() triggers warnings of torch's deprecated objects.
+            if issubclass(type(ddp), kind) and getattr(ddp, "process_group", None) is not None:
+                for name, param in ddp.module.named_parameters():
+                    if id(param) in wanted and name not in ddp.parameters_to_ignore:
+                        found[id(param)] = ddp.process_group.size()
+
+    search(module for model in models for module in model.modules())
+    if len(found) < len(wanted):
+        search(gc.get_objects())
+    return found
+
+
+def _share(param: Tensor, name: str, grid: _RankGrid, distinct: Sequence[int]) -> float:
+    if is_fsdp1_shard(param):
+        raise ValueError(
+            f"{name} belongs to FullyShardedDataParallel (FSDP1), whose shards are plain tensors. Use fully_shard "
+            "(FSDP2), or pass share=lambda name, param: 1.0 (1 / world size with NO_SHARD)."
+        )
+    ranks, shards, spans = grid.ranks, 1, [1] * grid.ranks.dim()
+    spec = dtensor_spec(param)
+    if spec is not None:
+        own = spec.device_mesh.mesh
+        placements = enumerate(spec.placements)
+        shards = math.prod(own.size(dim) for dim, placement in placements if not placement.is_replicate())
+        coordinates = torch.isin(ranks, own).nonzero()
+        where = f"{name} is a DTensor on {format_ranks(own.flatten().tolist())}"
+        if not grid.is_declared and own.numel() < ranks.numel():
+            raise ValueError(
+                f"{where} of {ranks.numel()}. Pass mesh=, the DeviceMesh of all ranks that train the model, and "
+                'distinct=("pp",) for pipeline stages.'
+            )
+        if len(coordinates) < own.numel() or ranks.numel() % own.numel() or spec.device_mesh.get_coordinate() is None:
+            raise ValueError(f"{where}, which is no sub-mesh of mesh= ({format_ranks(ranks.flatten().tolist())}).")
+        spans = [len(set(coordinates[:, dim].tolist())) for dim in range(ranks.dim())]
+    different = math.prod(ranks.size(dim) // spans[dim] for dim in distinct)
+    return shards * different / ranks.numel()
+
+
+def _make_layout(
+    params: Sequence[Tensor], shares: Sequence[float], grid: _RankGrid, distinct: Sequence[int], **options: Any
+) -> Layout:
+    import torch.distributed as dist
+
+    sizes, rank = grid.ranks.shape, dist.get_rank()
+    dims = [dim for dim in range(len(sizes)) if sizes[dim] > 1]
+    groups = (dist.group.WORLD,) if grid.is_world else tuple(grid.dim_groups[dim] for dim in dims)
+    coordinate = (grid.ranks == rank).nonzero()[0].tolist()
+    stage = 0
+    for dim in distinct:
+        stage = stage * sizes[dim] + coordinate[dim]
+    return Layout(
+        ranks=tuple(range(grid.ranks.numel())) if grid.is_world else tuple(grid.ranks.flatten().tolist()),
+        groups=groups,
+        spmd_groups=tuple(grid.dim_groups[dim] for dim in dims if dim not in distinct) if distinct else groups,
+        distinct_groups=tuple(grid.dim_groups[dim] for dim in distinct if dim in dims),
+        stage=stage,
+        shares=tuple(shares),
+        device=collective_device(groups[0], params),
+        **options,
+    )
+
+
+def collective_device(group: Any, params: Sequence[Tensor]) -> torch.device:
+    """A device the group's backend serves: that of the parameters if possible, the host for gloo.
+
+    NCCL does not serve the host, where the gradients are with CPU offload.
+    """
+    import torch.distributed as dist
+
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    served = [kind for kind, backend in backends.items() if backend != "gloo"]
+    if "cpu" in backends and (not served or not any(param.device.type in served for param in params)):
+        return torch.device("cpu")
+    for param in params:
+        if param.device.type in served:
+            return local(param).device
+    return torch.device(served[0], torch.get_device_module(served[0]).current_device())
+
+
+def is_dtensor(tensor: object) -> bool:
+    """True for a DTensor. Does not import torch.distributed.tensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def dtensor_spec(tensor: Tensor) -> Any:
+    """An object with the `device_mesh` and `placements` of a DTensor; None for a tensor that is not distributed."""
+    return tensor if is_dtensor(tensor) else localized_spec(tensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's elements of a DTensor, in the same memory; any other tensor itself."""
+    if type(tensor) is Tensor or not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        elements: Any = tensor.to_local()  # type: ignore[attr-defined]
+    # The result of a collective that may still be running.
+    return elements.wait() if hasattr(elements, "wait") else elements  # type: ignore[no-any-return]
+
+
+def reduce_partial(grad: Tensor, param: Tensor | None) -> Tensor:
+    """A DTensor gradient with the placements of its parameter: partial sums are added up by all ranks of the mesh.
+
+    Args:
+        grad: a DTensor.
+        param: its parameter; without a DTensor parameter, partial sums become replicas.
+    """
+    from torch.distributed.tensor import Replicate
+
+    distributed: Any = grad
+    if param is not None and is_dtensor(param):
+        placements = list(param.placements)  # type: ignore[attr-defined]
+    else:
+        placements = [Replicate() if each.is_partial() else each for each in distributed.placements]
+    if list(distributed.placements) == placements:
+        return grad
+    result: Tensor = distributed.redistribute(placements=placements)
+    return result
+
+
+def rows_are_local(params: Sequence[Tensor], counts: Sequence[int], names: Sequence[str]) -> None:
+    """Raises ValueError if a row of a parameter is split over ranks.
+
+    Args:
+        params: the parameters.
+        counts: number of rows of each; 0 if it is excluded.
+        names: their names.
+    """
+    for param, count, name in zip(params, counts, names, strict=True):
+        spec = dtensor_spec(param)
+        for placement in () if spec is None or not count else spec.placements:
+            if not placement.is_replicate() and (count == 1 or getattr(placement, "dim", None) != 0):
+                raise ValueError(
+                    f"{name} has placements {tuple(spec.placements)}, which split a row over ranks. AdaptiveClip needs "
+                    "whole rows: exclude the parameter with exclude=."
+                )
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as text: `rank 3`, `ranks 0-3, 6`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {text}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'}"
