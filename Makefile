@@ -23,6 +23,11 @@ NATIVE ?= wait
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= GRADILOCKS_NATIVE=$(NATIVE) \
   $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# Version 0.3 in next/ has settings and tests of its own. `gradilocks` in the environment is 0.2;
+# next/pyproject.toml and next/tests/conftest.py put next/src before it.
+NEXT_PYTEST = cd next && OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+  ../$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 # ensurepip first: an environment made by another tool may have no pip.
 define INSTALL
 $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null; \
@@ -42,7 +47,7 @@ $(shell test -x $(BIN)/python || rm -f $(RUNTIME) $(DEV))
 $(shell test -x $(FRAMEWORKS)/bin/python || rm -f $(FRAMEWORKS_DEV))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks quick ranks sanitize long lint format types bench clean
+.PHONY: help demo test test-next next-native test-frameworks quick ranks sanitize long lint format types bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -51,9 +56,18 @@ help: ## list the targets
 demo: $(RUNTIME) ## the Goldilocks experiment: too small, too large, just right; a minute on the CPU
 	@$(BIN)/python -m gradilocks demo $(ARGS)
 
-# pytest comes last so that its closing line is the last line.
-test: lint types ## everything that must hold: lint, format, types, tests
+# pytest comes last so that its closing line is the last line. If the tests of 0.2 fail, those of 0.3 do
+# not run, so that the closing line is that of the failure.
+test: lint types next-native ## everything that must hold: lint, format, types, tests of 0.2 and of 0.3 (next/)
 	@$(PYTEST) $(ARGS)
+	@$(NEXT_PYTEST) $(ARGS)
+
+test-next: next-native ## the tests of 0.3 (next/) alone
+	@$(NEXT_PYTEST) $(ARGS)
+
+# Compiles only if a source has changed.
+next-native: $(DEV)
+	@cd next && ../$(BIN)/python setup.py -q build_ext --inplace
 
 test-frameworks: BIN := $(FRAMEWORKS)/bin
 test-frameworks: $(FRAMEWORKS_DEV) ## fastai, timm, Ignite and torchtitan, in an environment of their own
@@ -77,8 +91,9 @@ quick: lint types ## while working: lint, types and the tests that take under a 
 	@$(PYTEST) -q -m 'not gpu and not ranks and not long and not slow' $(QUICK) $(ARGS)
 
 # One worker: each test fills the cores with 2, 4 or 8 processes of its own.
-ranks: $(DEV) ## all layouts over 2, 4 and 8 processes beside one; some 6 minutes on 16 cores, longer on two
+ranks: next-native ## all layouts over 2, 4 and 8 processes beside one; some 6 minutes on 16 cores, longer on two
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks tests/ranks $(ARGS)
+	@cd next && OMP_NUM_THREADS=1 ../$(BIN)/python -m pytest -m ranks tests/ranks $(ARGS)
 
 # Both end the process at the first finding, and with it pytest. The sanitizers' own library must be
 # loaded before all others, libstdc++ with it (else it does not find what throws); Python's own
@@ -102,6 +117,7 @@ sanitize: $(DEV) ## the tests of the C++ under AddressSanitizer and UndefinedBeh
 long: $(DEV) ## the whole of what `make test` runs a part of: kills, the demo at its default settings
 	@$(PYTEST) -m long $(ARGS)
 
+# ruff takes the settings of next/pyproject.toml for the files in next/.
 lint: $(DEV) ## ruff: rules and format, changing nothing
 	@$(BIN)/python -m ruff check
 	@$(BIN)/python -m ruff format --check
@@ -110,14 +126,17 @@ format: $(DEV) ## ruff: apply the format and the safe fixes
 	@$(BIN)/python -m ruff check --fix
 	@$(BIN)/python -m ruff format
 
-types: $(DEV) ## mypy, strict, over src
+types: $(DEV) ## mypy, strict, over src and next/src
 	@$(BIN)/python -m mypy
+	@cd next && ../$(BIN)/python -m mypy
 
 bench: $(DEV) ## measure a step against torch's own
 	@$(BIN)/python benchmarks/bench_step.py $(ARGS)
 
 clean: ## remove caches and build outputs; the environments stay (rm -r .venv for a new one)
 	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@cd next && rm -rf build dist src/*.egg-info src/gradilocks/kernels/_native*.so \
+	  .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -path './$(VENV)*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # numpy, because torch warns on import where it is missing.

@@ -1,10 +1,10 @@
-"""Check of numeric arguments, shared by the configuration dataclasses."""
+"""Checks of numeric arguments, shared by the configuration dataclasses."""
 
 from __future__ import annotations
 
 import math
 
-__all__ = ["check_number"]
+__all__ = ["check_number", "check_order"]
 
 
 def check_number(
@@ -17,7 +17,7 @@ def check_number(
     below: float | None = None,
     integer: bool = False,
 ) -> None:
-    """Raises unless `value` is a number within the given bounds; NaN never is.
+    """Raises unless `value` is a number within the bounds. NaN is never accepted.
 
     Args:
         name: the argument as the user wrote it.
@@ -42,3 +42,12 @@ def check_number(
         "finite" if below == math.inf else f"below {below:g}" if below is not None else "",
     ]
     raise ValueError(f"{name} must be {' and '.join(filter(None, bounds))}, got {value}.")
+
+
+def check_order(order: object) -> None:
+    """Raises unless `order`, the p of a norm, is from 1 to 8, or inf.
+
+    Higher powers of float32 numbers overflow the float64 sums.
+    """
+    if order != math.inf:
+        check_number("order", order, at_least=1.0, at_most=8.0)

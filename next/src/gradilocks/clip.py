@@ -1,4 +1,4 @@
-"""Clip policies: how far the gradients of one step are scaled down, or whether the step is rejected.
+"""Clip policies, which scale down the gradients of a step or reject the step.
 
 A policy is a frozen configuration with three pure functions: `init`, `limit` and `update`. They are torch operations on
 a few norms, so a policy runs on the gradients' device without a host synchronization and inside CUDA graphs.
@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from gradilocks.checks import check_number
+from gradilocks.checks import check_number, check_order
 
 __all__ = [
     "AdaGC",
@@ -57,12 +57,12 @@ class Limit:
 class ClipPolicy:
     """Base class of clip policies.
 
-    A policy of your own is a subclass, or any object with these `init`, `limit` and `update`. It need not handle NaN or
-    Inf: limit and update are discarded if the global norm is not finite.
+    A custom policy is a subclass, or any object with the same `init`, `limit` and `update`. It need not handle NaN or
+    Inf: the results of `limit` and `update` are discarded if the global norm is not finite.
     """
 
     per: ClassVar[Per] = "model"
-    """What each entry of `norms` measures: the model, a group, a parameter, or a row of a parameter."""
+    """Scope of each entry of `norms`: the model, a group, a parameter, or a row of a parameter."""
     order: float = 2.0
     """The p of the norms."""
 
@@ -97,7 +97,7 @@ class ClipByNorm(ClipPolicy):
 
     Args:
         max_norm: the bound, not negative; `math.inf` to measure without clipping.
-        order: the p of the norm, at least 1; `math.inf` bounds the largest element.
+        order: the p of the norm, from 1 to 8; `math.inf` bounds the largest element.
 
     Example:
         >>> policy = ClipByNorm(1.0)
@@ -112,7 +112,7 @@ class ClipByNorm(ClipPolicy):
 
     def __post_init__(self) -> None:
         check_number("max_norm", self.max_norm, at_least=0.0)
-        check_number("order", self.order, at_least=1.0)
+        check_order(self.order)
 
     def limit(self, norms: Tensor, total: Tensor, state: State) -> Limit:
         return _limit(total, factor=_torch_coefficient(total, self.max_norm), bound=self.max_norm)
@@ -155,7 +155,7 @@ class ClipPerGroup(ClipPolicy):
             optimizers, the "name" in a param_group, or a shell pattern of parameter names ("embed.*", "*.bias"). The
             first key that matches a parameter wins.
         otherwise: limit for all other parameters together; None for no limit.
-        order: the p of the norm, at least 1.
+        order: the p of the norm, from 1 to 8, or `math.inf`.
 
     Example:
         >>> policy = ClipPerGroup({"embed.*": 0.5, "head.*": None}, otherwise=1.0)
@@ -184,7 +184,7 @@ class ClipPerGroup(ClipPolicy):
                 check_number(f"limits[{key!r}]", limit, at_least=0.0)
         if self.otherwise is not None:
             check_number("otherwise", self.otherwise, at_least=0.0)
-        check_number("order", self.order, at_least=1.0)
+        check_order(self.order)
 
     @property
     def count(self) -> int:
@@ -288,7 +288,7 @@ class AdaGC(ClipPolicy):
     A gradient of norm 0 leaves its average unchanged, so that a layer without gradients is not clipped to 0 later.
 
     Args:
-        ratio: how far a norm may exceed its average.
+        ratio: largest ratio of a norm to its average.
         beta: decay of the average.
         warmup: number of steps with global clipping.
         warmup_norm: global limit of these steps.
@@ -385,7 +385,7 @@ class QuantileClip(ClipPolicy):
 
 @dataclass(frozen=True)
 class ZScoreClip(ClipPolicy):
-    """Clips global norms that lie far above their running mean; the farther, the closer to the mean (ZClip).
+    """Clips global norms far above their running mean; the larger the norm, the closer to the mean (ZClip).
 
         z = (norm - mean) / (std + 1e-6)
         if z > threshold:  bound = mean + threshold^2 / z * std
@@ -396,7 +396,7 @@ class ZScoreClip(ClipPolicy):
     Mean and variance start as those of the first `warmup` norms.
 
     Args:
-        threshold: standard deviations above the mean that are not clipped.
+        threshold: number of standard deviations above the mean beyond which norms are clipped.
         alpha: decay of mean and variance.
         warmup: number of steps that are observed before any is clipped.
 
@@ -446,18 +446,19 @@ class ZScoreClip(ClipPolicy):
 
 @dataclass(frozen=True)
 class SkipSpikes(ClipPolicy):
-    """Rejects steps whose global norm lies far above the most recent accepted norms.
+    """Rejects steps whose global norm is far above the most recent accepted norms.
 
         bound = min(max_norm, mean + sigmas * std of the last `window` accepted norms)
         reject unless norm <= bound
 
-    A rejected step leaves parameters, optimizer state and loss scale unchanged. A run whose norms rise for good would
-    reject every later step: watch `outcome.rejected`.
+    A rejected step leaves parameters, optimizer state and loss scale unchanged. If the norms rise permanently, every
+    later step is rejected: watch `outcome.rejected`.
 
     Args:
-        sigmas: standard deviations above the mean that are accepted. `std` is that of a sample.
+        sigmas: number of standard deviations above the mean beyond which steps are rejected. `std` is the sample
+            standard deviation.
         window: number of accepted norms in memory.
-        min_history: accepted norms needed before the window rejects a step, at most `window`.
+        min_history: number of accepted norms before a step can be rejected by them, at most `window`.
         max_norm: absolute bound, from the first step on; inf for none.
 
     Example:
@@ -506,13 +507,13 @@ class Chain:
 
 
 def chain(*policies: object) -> Chain:
-    """Applies clip policies one after the other, each to the gradients that the previous ones left.
+    """Combines clip policies; each applies to the gradients as the previous ones left them.
 
     If one policy rejects a step, the step is skipped and no policy updates its state.
 
     Args:
-        policies: policies, chains, or numbers (ClipByNorm). All have the same order. AdaptiveClip can only be the
-            first, ClipByValue only the last.
+        policies: policies, chains, or numbers (ClipByNorm). All must have the same order. AdaptiveClip must be the
+            first, ClipByValue the last.
 
     Example:
         >>> chain(SkipSpikes(), 1.0).policies[1]
@@ -558,7 +559,7 @@ def resolve_clip(clip: object) -> tuple[ClipPolicy, ...]:
     per = getattr(clip, "per", "model")
     if per not in get_args(Per):
         raise ValueError(f"per must be one of {', '.join(get_args(Per))}, got {per!r} in {clip!r}.")
-    check_number("order", getattr(clip, "order", 2.0), at_least=1.0)
+    check_order(getattr(clip, "order", 2.0))
     return (cast(ClipPolicy, clip),)
 
 
@@ -584,7 +585,7 @@ def _torch_coefficient(norm: Tensor, max_norm: Tensor | float) -> Tensor:
 
 
 def _exact_coefficient(norm: Tensor, bound: Tensor) -> Tensor:
-    # An absolute epsilon would clip norms of 1e-7 tenfold. Here a norm within its bound has exactly 1.
+    # An absolute epsilon of 1e-6 would scale norms of 1e-7 down tenfold. Here norms within the bound keep exactly 1.
     return torch.where(norm > bound, bound / norm, 1.0)
 
 
@@ -595,7 +596,7 @@ def _matches(key: str | int, name: str, param_group: tuple[int, str | None]) -> 
 
 
 def _empty_window(size: int) -> dict[str, Tensor]:
-    """State of a policy with a window of norms, oldest first; inf where there is none yet."""
+    """State of a policy with a window of norms, oldest first; inf for those still missing."""
     return {"norms": torch.full((size,), math.inf, dtype=torch.float64)}
 
 

@@ -5,8 +5,8 @@
     ├── NoGradients         (RuntimeError)  step() while no parameter has a gradient
     ├── NonFiniteGradient   (RuntimeError)  a step was skipped and on_nonfinite is "raise"
     │   └── NeverFinite                     give_up_after steps in a row were non-finite
-    ├── ScaleMisuse         (RuntimeError)  gradients scaled never, or unscaled twice
-    ├── SharedParameter     (ValueError)    one parameter in two places that would both update it
+    ├── ScaleMisuse         (RuntimeError)  gradients that were never scaled, or unscaled twice
+    ├── SharedParameter     (ValueError)    a parameter in two groups or optimizers, which would update it twice
     ├── OutcomeExpired      (RuntimeError)  an Outcome was read after its numbers were overwritten
     ├── RanksDiffer         (RuntimeError)  ranks disagree on settings, scale or step
     └── ReplicasDiffer      (RuntimeError)  replicas no longer hold identical bits
@@ -33,11 +33,11 @@ __all__ = [
 
 
 class GradilocksError(Exception):
-    """Base class of all errors of this package."""
+    """Base class of all Gradilocks errors."""
 
 
 class BadState(GradilocksError, ValueError):
-    """A state_dict with a missing key, an impossible value, or of another policy."""
+    """A state_dict with a missing key, an impossible value, or the state of another policy."""
 
 
 class NoGradients(GradilocksError, RuntimeError):
@@ -53,7 +53,7 @@ class SharedParameter(GradilocksError, ValueError):
 
 
 class OutcomeExpired(GradilocksError, RuntimeError):
-    """The device keeps the numbers of the most recent steps only, and these were overwritten."""
+    """The numbers of an Outcome were overwritten: the device keeps only those of the most recent steps."""
 
 
 class RanksDiffer(GradilocksError, RuntimeError):
@@ -90,7 +90,7 @@ class NeverFinite(NonFiniteGradient):
     """`give_up_after` consecutive steps were non-finite.
 
     Attributes:
-        culprits: of the last step.
+        culprits: names of the parameters with non-finite gradients in the last step.
         count: number of consecutive non-finite steps.
     """
 

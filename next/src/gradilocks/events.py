@@ -1,4 +1,4 @@
-"""Step records: what subscribers of a control receive after every step."""
+"""Step records, which a control passes to its subscribers after every step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Callback", "StepRecord", "Subscribers", "subscribe_all"]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of a GradientControl. Nothing in it was read back from the device."""
+    """Record of one step of a GradientControl. Creating it does not wait for the device."""
 
     control: Any
     """The GradientControl."""
@@ -30,6 +30,8 @@ class StepRecord:
     """Learning rate of each of their param groups, a number or a tensor."""
     time: float
     """`time.time()` at the end of the step."""
+    is_unscaled: bool = False
+    """True if `unscale_` was called, so that the outcome's statistics are of unscaled gradients."""
 
 
 Callback = Callable[[StepRecord], object]
@@ -38,7 +40,7 @@ _process_wide: list[Callback] = []
 
 
 def subscribe_all(callback: Callback) -> Callable[[], None]:
-    """Calls `callback` after every step of every control in this process; returns a function that ends this."""
+    """Calls `callback` after every step of every control in this process; returns a function that unsubscribes it."""
     return _subscribe(_process_wide, callback)
 
 
@@ -62,12 +64,12 @@ class Subscribers:
         for callback in [*self._callbacks, *_process_wide]:
             callback(record)
 
-    def log(self, step: int, numbers: dict[str, Any]) -> None:
+    def log(self, numbers: dict[str, Any]) -> None:
         """Passes logged numbers to every callback that has a `log` method, as recorders do."""
         for callback in [*self._callbacks, *_process_wide]:
             log = getattr(callback, "log", None)
             if log is not None:
-                log(step, numbers)
+                log(**numbers)
 
 
 def _subscribe(callbacks: list[Callback], callback: Callback) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Names of parameters: as the model has them, else as the optimizer has them, else by position."""
+"""Parameter names: from the model, else from the optimizer, else by position."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Names", "named_parameters"]
+__all__ = ["WRAPPER_ATTRIBUTES", "Names", "named_parameters"]
 
-_WRAPPER_ATTRIBUTES = frozenset(
+WRAPPER_ATTRIBUTES = frozenset(
     ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_original_module")
 )
 """Attributes under which torch.compile, FSDP, activation checkpointing and Fabric hold the wrapped module."""
 
 
 def named_parameters(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """`model.named_parameters()` without the parts that wrappers such as DDP or torch.compile add to names."""
+    """Yields `model.named_parameters()` without the parts that wrappers such as DDP or torch.compile add to names."""
     while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         model = model.module
     for path, param in model.named_parameters():
-        parts = [part for part in path.split(".") if part not in _WRAPPER_ATTRIBUTES]
+        parts = [part for part in path.split(".") if part not in WRAPPER_ATTRIBUTES]
         yield ".".join([prefix, *parts] if prefix else parts), param
 
 
 class Names:
-    """The names of the parameters of some optimizers, looked up on demand.
+    """Names of the parameters of one or more optimizers, looked up on demand.
 
     Args:
-        model: the module, or a mapping from a prefix to a module, that names the parameters; None for none.
-        optimizers: their parameters are named.
+        model: the module, or a mapping from prefixes to modules, that names the parameters; None for no model.
+        optimizers: the optimizers. Their parameter groups name the parameters that the model does not.
     """
 
     def __init__(self, model: nn.Module | Mapping[str, nn.Module] | None, optimizers: Sequence[Any]) -> None:
-        models = model if isinstance(model, Mapping) else {"": model}
+        models: Mapping[Any, Any] = model if isinstance(model, Mapping) else {"": model}
         for prefix, module in models.items():
             if not isinstance(prefix, str) or not (module is None or isinstance(module, nn.Module)):
                 raise TypeError(
@@ -42,6 +42,7 @@ class Names:
                 )
         self._models = {prefix: module for prefix, module in models.items() if module is not None}
         self._optimizers = optimizers
+        self._names: dict[int, str] = {}
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
@@ -50,17 +51,20 @@ class Names:
 
     def of(self, params: Sequence[Tensor]) -> list[str]:
         """The name of each parameter."""
-        names = self._by_position()
-        names.update((id(param), name) for name, param in self._in_models())
-        return [names.get(id(param), f"a parameter of shape {tuple(param.shape)}") for param in params]
+        if any(id(param) not in self._names for param in params):
+            names = self._by_position()
+            names.update((id(param), name) for name, param in self._in_models())
+            # The first names are kept: while FSDP2 is unsharded, the parameters of the model are not the optimizer's.
+            self._names = {**names, **self._names}
+        return [self._names.get(id(param), f"a parameter of shape {tuple(param.shape)}") for param in params]
 
     def backward_order(self, params: Sequence[Tensor]) -> list[int]:
-        """Indices of `params`, last in the forward pass first: the reverse of the model's (or optimizers') order."""
+        """Indices of `params` in backward order: the reverse of their order in the model, or else in the optimizers."""
         position = {id(param): i for i, (_, param) in enumerate(self._in_models())}
         return sorted(range(len(params)), key=lambda i: (position.get(id(params[i]), -1), i), reverse=True)
 
     def groups(self) -> list[tuple[int, str | None]]:
-        """For each parameter of the optimizers: the number of its param group, over all optimizers, and its name."""
+        """For each parameter: the number of its param group, counted over all optimizers, and the group's name."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return [(number, group.get("name")) for number, group in enumerate(groups) for _ in group["params"]]
 
@@ -70,10 +74,14 @@ class Names:
 
     def _by_position(self) -> dict[int, str]:
         names: dict[int, str] = {}
+        used: set[str] = set()
         for number, optimizer in enumerate(self._optimizers):
             prefix = f"optimizers[{number}]." if len(self._optimizers) > 1 else ""
             for g, group in enumerate(optimizer.param_groups):
-                given = group.get("param_names")
+                group_names = group.get("param_names")
                 for i, param in enumerate(group["params"]):
-                    names[id(param)] = given[i] if given else f"{prefix}param_groups[{g}]['params'][{i}]"
+                    # Two optimizers may use the same name; checkpoints need unique names.
+                    is_unique = group_names and group_names[i] not in used
+                    names[id(param)] = group_names[i] if is_unique else f"{prefix}param_groups[{g}]['params'][{i}]"
+                    used.add(names[id(param)])
         return names

@@ -1,7 +1,7 @@
-"""Scale policies: how the loss scale starts and moves.
+"""Scale policies, which set the first loss scale and move it after each step.
 
 A policy is a frozen configuration with two pure functions, `init` and `update`. The state is a dict of 0-d tensors, and
-`update` is torch operations only, so the scale moves on its device without a host synchronization.
+`update` uses torch operations only, so the scale moves on its device without a host synchronization.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ScaleRules:
 class ScalePolicy:
     """Base class of scale policies.
 
-    A policy of your own is a subclass, or any object with these `init` and `update`.
+    A custom policy is a subclass, or any object with the same `init` and `update`.
     """
 
     min_scale: float = SMALLEST_SCALE
@@ -79,9 +79,9 @@ class ScalePolicy:
 
 @dataclass(frozen=True)
 class StaticScale(ScalePolicy):
-    """Multiplies the loss by a constant. An overflow skips the step and nothing else.
+    """Multiplies the loss by a constant. An overflow skips the step and leaves the scale unchanged.
 
-        scale = scale
+        scale = constant
 
     Args:
         scale: the constant. Powers of two cost no precision.
@@ -130,8 +130,8 @@ class DynamicScale(ScalePolicy):
         backoff_factor: between 0 and 1.
         growth_interval: number of consecutive finite steps before the scale grows.
         min_scale: lower bound. torch's scale can reach 0, after which every gradient is NaN.
-        max_scale: upper bound. A growth beyond it is omitted, so that a power of two stays one.
-        hysteresis: number of overflows before the scale backs off for the first time since it last grew.
+        max_scale: upper bound. Growth beyond it is omitted, so that a scale that is a power of two remains one.
+        hysteresis: number of overflows since the last growth that it takes to back off; 1 backs off at the first.
 
     Example:
         >>> policy = DynamicScale(init_scale=8.0)
@@ -186,13 +186,13 @@ class HeadroomScale(ScalePolicy):
                    headroom = floor(log2(largest_value / largest magnitude))
                    scale = min(scale * 2^(headroom - margin), ceiling)
 
-    The scale fits after the first step and comes down before slowly growing gradients overflow. The ceiling remembers
-    an overflow, which may start in the gradient of an activation and then shows in no parameter's gradient beforehand.
-    If all gradients are zero, the scale stays.
+    The scale fits the gradients after the first step, and falls before slowly growing gradients overflow. The ceiling
+    is the memory of overflows: one that starts in the gradient of an activation cannot be foreseen from the gradients
+    of the parameters. If all gradients are zero, the scale does not change.
 
     Args:
         init_scale: scale of the first step.
-        margin: doublings kept free.
+        margin: number of doublings kept free.
         largest_value: largest finite value of the format that gradients are computed in; float16's by default.
         growth_factor: raises the ceiling; above 1.
         backoff_factor: lowers scale and ceiling after an overflow; between 0 and 1.
@@ -204,8 +204,8 @@ class HeadroomScale(ScalePolicy):
         >>> policy.update(policy.init(), overflow=torch.tensor(False), largest=torch.tensor(0.25))["scale"]
         tensor(2097152.)
 
-    Reference: the scale from the largest magnitude is that of Kuchaiev et al., "Mixed-Precision Training for NLP and
-    Speech Recognition with OpenSeq2Seq", 2018, and of FP8 recipes.
+    Reference: Kuchaiev et al., "Mixed-Precision Training for NLP and Speech Recognition with OpenSeq2Seq", 2018, and
+    FP8 recipes, which compute the scale from the largest magnitude.
     """
 
     init_scale: float = 2.0**8

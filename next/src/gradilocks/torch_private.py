@@ -1,29 +1,44 @@
-"""Every private name of torch that the package uses, each with the reason.
+"""Every private name of torch that the package uses, each with its reason.
 
-A test counts them and finds any use elsewhere.
+A test counts them and rejects uses in other modules.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "OptState",
+    "TorchDispatchMode",
+    "enable_amp_scaling",
     "foreach_mul_",
     "foreach_norm",
     "has_other_hooks",
     "is_fsdp1_shard",
+    "local_tensor",
     "localized_spec",
     "mark_stepped",
+    "new_optimizer_state",
     "outside_compile",
     "supports_amp_scaling",
     "version_of",
 ]
 
+# torch.optim deletes its attribute `optimizer`, so the module is imported by name.
+_optimizer_module: Any = importlib.import_module("torch.optim.optimizer")
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def new_optimizer_state() -> dict[str, Any]:
+    """Returns the state that torch's scaler keeps for each optimizer, as at the start of an iteration."""
+    return _refresh_per_optimizer_state()
 
 
 def outside_compile(function: F) -> F:
@@ -32,7 +47,8 @@ def outside_compile(function: F) -> F:
     `torch.compiler.disable` imports dynamo when a module is loaded (about a second); torch's optimizers use this lazy
     form themselves.
     """
-    decorated: F = torch._disable_dynamo(function)
+    private: Any = torch
+    decorated: F = private._disable_dynamo(function)
     return decorated
 
 
@@ -46,24 +62,28 @@ def supports_amp_scaling(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def enable_amp_scaling(optimizer: Any) -> None:
+    """Declares that the step unscales by `grad_scale` and skips by `found_inf`, as torch's fused steps do."""
+    optimizer._step_supports_amp_scaling = True
+
+
 def mark_stepped(optimizer: Any) -> None:
     """Records that the optimizer has stepped, so that torch's LR schedulers do not warn about the order of calls."""
     optimizer._opt_called = True
 
 
-def has_other_hooks(optimizer: Any, own: int) -> bool:
-    """True if step hooks are registered besides `own` of ours, so that `optimizer.step()` itself must run."""
-    module: Any = torch.optim.optimizer
+def has_other_hooks(optimizer: Any, own: type) -> bool:
+    """True if step hooks other than those of type `own` are registered; only `optimizer.step()` calls them."""
     return (
-        len(optimizer._optimizer_step_pre_hooks) > own
+        not all(isinstance(hook, own) for hook in optimizer._optimizer_step_pre_hooks.values())
         or bool(optimizer._optimizer_step_post_hooks)
-        or bool(module._global_optimizer_pre_hooks)
-        or bool(module._global_optimizer_post_hooks)
+        or bool(_optimizer_module._global_optimizer_pre_hooks)
+        or bool(_optimizer_module._global_optimizer_post_hooks)
     )
 
 
 def foreach_norm(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
-    """Norms of many tensors in one call: 150 small ones in 0.36 ms on a CPU, one by one in 0.48."""
+    """Norms of many tensors in one call: 150 small ones take 0.36 ms on a CPU, one by one 0.48."""
     return list(torch._foreach_norm(tensors, order, dtype))
 
 
@@ -72,11 +92,17 @@ def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def local_tensor(tensor: Any) -> Tensor:
+    """The local tensor of a DTensor without a new view: 0.05 us; `to_local` takes 5 us."""
+    local: Tensor = tensor._local_tensor
+    return local
+
+
 def localized_spec(tensor: Any) -> Any:
     """Mesh and placements of a plain tensor that was a DTensor; None if it was not.
 
-    `DistributedDataParallel(device_mesh=)` replaces the DTensors of tensor parallelism by their local tensors and keeps
-    the specification in this attribute.
+    `DistributedDataParallel(device_mesh=)` replaces the DTensors of tensor parallelism with their local tensors and
+    keeps their specification in this attribute.
     """
     return getattr(tensor, "_st_info", None)
 

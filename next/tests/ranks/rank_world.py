@@ -23,11 +23,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankFailed", "World", "caught", "world"]
+__all__ = ["RankFailed", "World", "caught", "fork_context", "world"]
 
 LIMIT = 120.0
 """Seconds before ranks that wait for each other in vain fail the test."""
-_PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "rank_world"]
+_PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "rank_world",
+]
 
 
 class RankFailed(AssertionError):
@@ -81,8 +89,7 @@ class World:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context = fork_context()
         store = os.path.join(tempfile.mkdtemp(prefix="gradilocks-ranks-"), "store")
         for rank in range(self.size):
             here, there = context.Pipe()
@@ -91,6 +98,13 @@ class World:
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
+
+
+def fork_context() -> Any:
+    """The context of processes that are forked from one that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
 
 
 @functools.cache
@@ -114,6 +128,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     gc.freeze()  # Without this every collection visits the million objects of torch.
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    for message in (".*not a leaf Tensor", "FSDP2-wrapped module .* returned a view"):  # Of torch about itself.
+        warnings.filterwarnings("ignore", message)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",

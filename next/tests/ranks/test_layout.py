@@ -199,7 +199,7 @@ def test_layouts_that_cannot_be_known_are_errors() -> None:
             'and distinct=("pp",) for pipeline stages.',
         )
         assert found["not in mesh"][1] == (
-            f"1.weight is a DTensor on ranks {tp}, which is no sub-mesh of mesh= (ranks {dp})."
+            f"1.weight is a DTensor on ranks {tp}, which is not a sub-mesh of mesh= (ranks {dp})."
         )
         assert found["unknown dimension"][1] == "distinct= names pp, but mesh= has dimensions dp, tp."
         assert found["no mesh"][1] == "distinct=('pp',) names dimensions of mesh=, which is missing."

@@ -5,14 +5,15 @@ All tensors of a call are on one device, real and floating point, of any strides
 
     cpu     kernels/cpu.py        the C extension, if it was compiled
     cuda    kernels/cuda.py       Triton, if it is installed and its kernels compile
-    others  kernels/reference.py  plain torch; also without extension or Triton
+    others  kernels/reference.py  plain torch; also used if the extension or Triton is missing
 
-A backend is loaded when the first tensor of its device type arrives. A test that sets TRITON_INTERPRET=1 runs the
+A backend is loaded at the first call with a tensor of its device type. A test that sets TRITON_INTERPRET=1 runs the
 Triton kernels on CPU tensors with `BACKENDS["cpu"] = gradilocks.kernels.cuda`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Protocol
@@ -31,8 +32,10 @@ __all__ = [
     "clamp_",
     "describe",
     "has_kernels",
+    "has_recorded_step",
     "measure",
     "multiply_",
+    "norm",
     "total_norm",
     "unscale_",
 ]
@@ -42,6 +45,7 @@ class Backend(Protocol):
     """The functions of a backend module."""
 
     def measure(self, tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = True) -> Tensor: ...
+    def norm(self, tensors: Sequence[Tensor], order: float) -> Tensor | float: ...
     def multiply_(self, tensors: Sequence[Tensor], factor: Tensor) -> None: ...
     def clamp_(self, tensors: Sequence[Tensor], bound: Tensor) -> None: ...
     def unscale_(self, tensors: Sequence[Tensor], inverse_scale: Tensor) -> Tensor: ...
@@ -62,8 +66,13 @@ def backend_for(device_type: str) -> Backend:
 
 
 def has_kernels(device_type: str) -> bool:
-    """True if `device_type` is served by anything faster than plain torch."""
+    """True if `device_type` has a backend other than plain torch."""
     return backend_for(device_type) is not reference
+
+
+def has_recorded_step(device_type: str) -> bool:
+    """True if the backend of `device_type` is Triton, whose kernels `recorded_step.RecordedStep` replays."""
+    return backend_for(device_type) is sys.modules.get("gradilocks.kernels.cuda")
 
 
 def measure(tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = True) -> Tensor:
@@ -73,7 +82,7 @@ def measure(tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = Tru
         tensors: at least one.
         order: p of the norm: any float above 0, or inf.
         detail: False if the rows "largest" and "zeros" are not needed. Plain torch then saves a pass or two over the
-            tensors and fills the rows with NaN; kernels fill them always.
+            tensors and fills these rows with NaN; the other backends always compute them.
 
     Returns:
         float64 [5, n] on the tensors' device (float32 where the device has no float64), one row for each of
@@ -81,6 +90,20 @@ def measure(tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = Tru
         largest: largest magnitude, NaN ignored. zeros, nan, inf: number of such elements.
     """
     return backend_for(tensors[0].device.type).measure(tensors, order=order, detail=detail)
+
+
+def norm(tensors: Sequence[Tensor], order: float) -> Tensor | float:
+    """Computes the norm of all tensors together in one read, without synchronizing the device.
+
+    Args:
+        tensors: at least one.
+        order: p of the norm: any float above 0, or inf.
+
+    Returns:
+        A float for CPU tensors, otherwise 0-d float64 on their device. NaN if an element is NaN, else inf if one is
+        Inf.
+    """
+    return backend_for(tensors[0].device.type).norm(tensors, order)
 
 
 def multiply_(tensors: Sequence[Tensor], factor: Tensor) -> None:

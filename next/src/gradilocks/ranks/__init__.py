@@ -1,4 +1,4 @@
-"""Several ranks: one share per parameter, one collective per step."""
+"""Training on several ranks: one share per parameter, one collective per step."""
 
 from gradilocks.ranks.replicas import check_replicas
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -29,8 +30,8 @@ __all__ = [
 
 RANK_ROW = ("power", "nonfinite", "first_bad", "loss", "has_loss", "largest", "scale", "step")
 """Numbers of one rank and step, in float64: sum of share · norm ** p (the largest norm for p = inf), count of NaN and
-Inf, index of the first parameter with one (-1 for none), loss, 1 if there is a loss, largest magnitude, scale, number
-of the step."""
+Inf, index of the first parameter in backward order that has one, which is the last in the list (-1 for none), loss, 1
+if there is a loss, largest magnitude, scale, number of the step."""
 
 
 def gather_rows(row: Tensor, layout: Layout) -> Tensor:
@@ -44,7 +45,7 @@ def gather_rows(row: Tensor, layout: Layout) -> Tensor:
         [ranks, len(row)] on the device of `row`, in the order of `layout.ranks`.
     """
     rows = row.to(layout.device)
-    # The innermost dimension first, so that the rows end up in row-major order.
+    # The innermost dimension is gathered first, so that the rows end up in row-major order.
     for group in reversed(layout.groups):
         rows = gather_flat(rows, group)
     return rows.view(layout.size, -1).to(row.device)
@@ -101,15 +102,15 @@ def disagreement(rows: Tensor) -> Tensor:
 
 
 def describe_disagreement(rows: Tensor, layout: Layout) -> str:
-    """Message for RanksDiffer if `disagreement(rows)` is True. Reads the rows."""
+    """Returns the message of RanksDiffer for rows that disagree. Waits for the device."""
     parts = []
     for name in ("scale", "step"):
         values = [f"{value:g}" for value in rows[:, RANK_ROW.index(name)].tolist()]
         if len(set(values)) > 1:
             parts.append(f"{name} differs: {_by_rank(values, layout.ranks)}")
     return (
-        f"{'; '.join(parts)}. The step was skipped on every rank. Load the same checkpoint on every rank and call "
-        "step() equally often."
+        f"{'; '.join(parts)}. The step was skipped on every rank. Load the same checkpoint and call step() the same "
+        "number of times on every rank."
     )
 
 
@@ -118,33 +119,41 @@ def handshake(
 ) -> tuple[Sequence[str], ...]:
     """Compares settings and parameter lists over all ranks, once, at the first step.
 
-    Sends a few hundred bytes per rank; names travel only if parameter lists differ, along the `distinct=` dimensions.
+    Sends a few hundred bytes per rank. Names are sent only if parameter lists differ, along the `distinct=` dimensions.
 
     Args:
         layout: ranks that decide together.
         settings: arguments of the control as text, by name.
         names: names of this rank's parameters.
-        per_tensor: True if norms of single tensors are reduced over ranks, which takes equal parameter lists.
+        per_tensor: True if norms of single tensors are reduced over ranks, which requires equal parameter lists.
 
     Returns:
         The names of every rank's parameters in the order of `layout.ranks`, or one list if all are equal.
 
     Raises:
         RanksDiffer: on every rank, if settings differ or ranks that should hold the same parameters do not.
+        ValueError: on every rank, if norms of single tensors are needed and the layout cannot provide them.
     """
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=16).digest()
-    entries = _gather_objects((dict(settings), digest, layout.stage), layout.groups)
-    for key in sorted({key for entry, *_ in entries for key in entry}):
-        values = [entry.get(key, "missing") for entry, *_ in entries]
+    # The default __repr__ of a policy contains its address, which differs between ranks.
+    settings = {key: re.sub(r" at 0x[0-9a-f]+", "", text) for key, text in settings.items()}
+    entries = _gather_objects((settings, layout.has_tensor_norms, layout.stage, digest), layout.groups)
+    for key in settings:
+        values = [entry[key] for entry, *_ in entries]
         if len(set(values)) > 1:
             raise RanksDiffer(
                 f"{key}= differs: {_by_rank(values, layout.ranks)}. Construct the control identically on every rank."
             )
-    stages = [stage for *_, stage in entries]
-    lists = {digest for _, digest, _ in entries}
-    if len(lists) == 1:
+    if per_tensor and not all(has_tensor_norms for _, has_tensor_norms, *_ in entries):
+        raise ValueError(
+            "clip= bounds single tensors, but their norms are unknown: with both share= and distinct=, or with a "
+            "DTensor that spans a distinct= dimension, parts of one parameter may be on several stages. Use a policy "
+            "for the model or for groups, such as ClipByNorm or ClipPerGroup."
+        )
+    stages = [stage for _, _, stage, _ in entries]
+    if len({digest for *_, digest in entries}) == 1:
         return (names,)
-    if len({(stage, digest) for _, digest, stage in entries}) == len(set(stages)):
+    if len({(stage, digest) for _, _, stage, digest in entries}) == len(set(stages)):
         by_stage = dict(_gather_objects((layout.stage, names), layout.distinct_groups))
         return tuple(by_stage[stage] for stage in stages)
     by_rank = tuple(_gather_objects(tuple(names), layout.groups))
@@ -162,15 +171,15 @@ def _raise_for_lists(by_rank: Sequence[Sequence[str]], stages: Sequence[int], la
         ranks = layout.ranks[j], layout.ranks[i]
         extra = sorted(set(names) ^ set(by_rank[j]))
         owner = ranks[1] if extra and extra[0] in names else ranks[0]
-        detail = f"only rank {owner} has {extra[0]}" if extra else "in another order"
+        detail = f"only rank {owner} has {extra[0]}" if extra else "their order differs"
         raise RanksDiffer(
-            f"{format_ranks(ranks)} should hold the same parameters, but {detail}. Pipeline stages or experts? Pass "
-            'mesh= and name their dimension in distinct=, such as distinct=("pp",).'
+            f"{format_ranks(ranks)} should hold the same parameters, but {detail}. For pipeline stages or experts, "
+            'pass mesh= and name their dimension in distinct=, such as distinct=("pp",).'
         )
 
 
 def unmatched_everywhere(unmatched: Sequence[str], layout: Layout | None) -> list[str]:
-    """Patterns that match no parameter on any rank. A collective of all ranks, unless `layout` is None.
+    """Returns the patterns that match no parameter on any rank. A collective unless `layout` is None.
 
     Args:
         unmatched: patterns that match no parameter on this rank.

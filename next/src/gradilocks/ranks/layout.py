@@ -9,11 +9,11 @@ every element of the model counts once in  norm ** p = Σ over ranks of share ·
 - ranks: number of ranks that decide together: those of `mesh=`, else all.
 - shards: number of parts the parameter is split into: the product of the mesh sizes of its Shard placements; 1 for a
   plain tensor.
-- distinct: number of different parameters in its place: the product of the `distinct=` dimensions (pipeline stages,
-  experts) that its own mesh does not span.
+- distinct: number of different parameters that ranks hold in its place: the product of the sizes of the `distinct=`
+  dimensions (pipeline stages, experts) that its own mesh does not span.
 
-FSDP2 over 8 ranks: 8 · 1 / 8 = 1. A norm layer outside the plan of tensor parallelism: 1 · 1 / 8. A plain tensor of one
-of 2 pipeline stages with 4 replicas each: 1 · 2 / 8.
+Examples with 8 ranks. FSDP2: 8 · 1 / 8 = 1. A norm layer outside the plan of tensor parallelism: 1 · 1 / 8. A plain
+tensor of one of 2 pipeline stages with 4 replicas each: 1 · 2 / 8.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ from gradilocks.torch_private import is_fsdp1_shard, localized_spec
 __all__ = [
     "Layout",
     "ShareFunction",
+    "check_rows_are_local",
     "collective_device",
     "dtensor_spec",
     "format_ranks",
     "is_dtensor",
     "layout_of",
     "local",
+    "meshes_of",
     "reduce_partial",
-    "rows_are_local",
+    "replicas_of",
 ]
 
 ShareFunction = Callable[[str, Tensor], "float | None"]
 
 _warned = False
-"""True once this process was warned about plain parameters of which nothing is declared."""
+"""True once this process has warned about plain parameters without `mesh=` and `share=`."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class Layout:
     ranks: tuple[int, ...]
     """Global ranks, in the order of gathered rows."""
     groups: tuple[Any, ...]
-    """Process groups whose collectives, one after the other, reach all of `ranks`. One, unless `mesh=` has several
-    dimensions and leaves out some ranks of the world."""
+    """Process groups whose collectives, one after the other, reach all of `ranks`. A single group, unless `mesh=` has
+    several dimensions and omits some ranks of the world."""
     spmd_groups: tuple[Any, ...]
     """The same for the ranks with this rank's parameter list: `groups` without the `distinct=` dimensions."""
     distinct_groups: tuple[Any, ...]
@@ -68,9 +70,12 @@ class Layout:
     shares: tuple[float, ...]
     """For each parameter, the weight of this rank's elements in sums over all ranks."""
     device: torch.device
-    """Device that the groups' backend serves."""
+    """Device that the groups' backend supports."""
     has_share_function: bool = False
     """True if `share=` was given, so that parameter lists may differ between ranks."""
+    has_tensor_norms: bool = True
+    """False if parts of one parameter may be on ranks of different stages, so that `spmd_groups` do not reach them all:
+    `share=` beside `distinct=`, or a DTensor that spans a `distinct=` dimension."""
     _weights: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -117,14 +122,15 @@ def layout_of(
         mesh: DeviceMesh or ProcessGroup of the ranks that train the model; None for all ranks.
         distinct: names of the dimensions of `mesh` along which ranks hold different parameters.
         share: function of name and parameter that overrides the share where it does not return None.
-        models: searched for DistributedDataParallel modules before all objects of the process are (0.1 s).
+        models: searched for DistributedDataParallel modules first; if they have none, all objects of the process are
+            searched (0.1 s).
 
     Returns:
         None if one rank decides alone: a single rank, or replicas whose gradients DistributedDataParallel averages, so
         that every rank decides the same.
 
     Raises:
-        ValueError: if the shares cannot be known from the parameters and the arguments.
+        ValueError: if the parameters and the arguments do not determine the shares.
     """
     distinct = (distinct,) if isinstance(distinct, str) else tuple(distinct)
     if distinct and mesh is None:
@@ -143,14 +149,22 @@ def layout_of(
     declared = [
         None if share is None else _checked(share(name, p), name) for p, name in zip(params, names, strict=True)
     ]
-    if not grid.is_declared and not _is_shared(params, names, declared, models):
+    if not grid.is_declared and not _must_combine_norms(params, names, declared, models):
         return None
     distinct_dims = [grid.names.index(name) for name in distinct]
     shares = [
         _share(param, name, grid, distinct_dims) if value is None else value
         for param, name, value in zip(params, names, declared, strict=True)
     ]
-    return _make_layout(params, shares, grid, distinct_dims, has_share_function=share is not None)
+    spans_stages = any(_span(param, grid, dim) > 1 for dim in distinct_dims for param in params)
+    return _make_layout(
+        params,
+        shares,
+        grid,
+        distinct_dims,
+        has_share_function=share is not None,
+        has_tensor_norms=not (distinct_dims and (share is not None or spans_stages)),
+    )
 
 
 def _rank_grid(mesh: Any) -> _RankGrid:
@@ -184,22 +198,22 @@ def _checked(value: Any, name: str) -> float | None:
     return None if value is None else float(value)
 
 
-def _is_shared(
+def _must_combine_norms(
     params: Sequence[Tensor], names: Sequence[str], declared: Sequence[float | None], models: Iterable[nn.Module]
 ) -> bool:
-    """True if ranks must combine their norms although `mesh=` is missing; raises where that cannot be known."""
+    """True if ranks must combine their norms although `mesh=` is missing; raises ValueError if that is unclear."""
     import torch.distributed as dist
 
     world = dist.get_world_size()
     undeclared = [(p, n) for p, n, value in zip(params, names, declared, strict=True) if value is None]
     plain = [(p, n) for p, n in undeclared if p.requires_grad and dtensor_spec(p) is None and not is_fsdp1_shard(p)]
     group_sizes = _data_parallel_groups([param for param, _ in plain], models)
-    beside = [name for param, name in plain if id(param) not in group_sizes]
-    if group_sizes and beside:
+    unwrapped = [name for param, name in plain if id(param) not in group_sizes]
+    if group_sizes and unwrapped:
         raise ValueError(
-            f"{_listed(beside)} outside of DistributedDataParallel, which averages the other gradients: ranks would "
+            f"{_listed(unwrapped)} outside of DistributedDataParallel, which averages the other gradients: ranks would "
             "compute different norms. Wrap all trainable parameters, or pass mesh=torch.distributed.group.WORLD if you "
-            "average these gradients by hand, or share= if the ranks hold different parameters."
+            "average these gradients yourself, or share= if the ranks hold different parameters."
         )
     small = [size for size in group_sizes.values() if size < world]
     if small:
@@ -211,21 +225,37 @@ def _is_shared(
     if len(undeclared) < len(params) or any(dtensor_spec(p) is not None or is_fsdp1_shard(p) for p in params):
         return True
     global _warned
-    if beside and not _warned:
+    if unwrapped and not _warned:
         _warned = True
         warnings.warn(
-            f"{world} ranks, plain parameters, no DistributedDataParallel: each rank decides on its own gradients, "
-            "which is right only if you average them by hand. Pass mesh=torch.distributed.group.WORLD to decide "
+            f"{world} ranks, plain parameters, no DistributedDataParallel: each rank decides from its own gradients, "
+            "which is correct only if you average them yourself. Pass mesh=torch.distributed.group.WORLD to decide "
             "together.",
             stacklevel=4,
         )
     return False
 
 
-def _data_parallel_groups(params: Sequence[Tensor], models: Iterable[nn.Module]) -> dict[int, int]:
-    """For each parameter that a DistributedDataParallel averages, by id: the size of its process group.
+def replicas_of(params: Sequence[Tensor], models: Iterable[nn.Module]) -> Layout | None:
+    """The ranks whose gradients DistributedDataParallel averages, as a Layout without shares; None for a single rank.
 
-    DDP leaves no trace on its parameters, so if `models` do not contain it all objects of the process are searched.
+    They reach the same decision without communication, provided that their settings and scales are equal.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    if not _data_parallel_groups([param for param in params if param.requires_grad], models):
+        return None
+    world = (dist.group.WORLD,)
+    ranks = tuple(range(dist.get_world_size()))
+    return Layout(ranks, world, world, (), 0, (), device=collective_device(dist.group.WORLD, params))
+
+
+def _data_parallel_groups(params: Sequence[Tensor], models: Iterable[nn.Module]) -> dict[int, int]:
+    """For each parameter that DistributedDataParallel averages, by id: the size of its process group.
+
+    DDP does not mark its parameters, so if `models` do not contain it, all objects of the process are searched.
     """
     kind = nn.parallel.DistributedDataParallel
     wanted = {id(param) for param in params}
@@ -233,7 +263,7 @@ def _data_parallel_groups(params: Sequence[Tensor], models: Iterable[nn.Module])
 
     def search(candidates: Iterable[Any]) -> None:
         for ddp in candidates:
-            # `type` because isinstance() triggers warnings of torch's deprecated objects.
+            # Not isinstance(), which triggers warnings of torch's deprecated objects.
             if issubclass(type(ddp), kind) and getattr(ddp, "process_group", None) is not None:
                 for name, param in ddp.module.named_parameters():
                     if id(param) in wanted and name not in ddp.parameters_to_ignore:
@@ -251,24 +281,30 @@ def _share(param: Tensor, name: str, grid: _RankGrid, distinct: Sequence[int]) -
             f"{name} belongs to FullyShardedDataParallel (FSDP1), whose shards are plain tensors. Use fully_shard "
             "(FSDP2), or pass share=lambda name, param: 1.0 (1 / world size with NO_SHARD)."
         )
-    ranks, shards, spans = grid.ranks, 1, [1] * grid.ranks.dim()
+    ranks, shards = grid.ranks, 1
     spec = dtensor_spec(param)
     if spec is not None:
         own = spec.device_mesh.mesh
         placements = enumerate(spec.placements)
         shards = math.prod(own.size(dim) for dim, placement in placements if not placement.is_replicate())
-        coordinates = torch.isin(ranks, own).nonzero()
         where = f"{name} is a DTensor on {format_ranks(own.flatten().tolist())}"
         if not grid.is_declared and own.numel() < ranks.numel():
             raise ValueError(
                 f"{where} of {ranks.numel()}. Pass mesh=, the DeviceMesh of all ranks that train the model, and "
                 'distinct=("pp",) for pipeline stages.'
             )
-        if len(coordinates) < own.numel() or ranks.numel() % own.numel() or spec.device_mesh.get_coordinate() is None:
-            raise ValueError(f"{where}, which is no sub-mesh of mesh= ({format_ranks(ranks.flatten().tolist())}).")
-        spans = [len(set(coordinates[:, dim].tolist())) for dim in range(ranks.dim())]
-    different = math.prod(ranks.size(dim) // spans[dim] for dim in distinct)
+        if not torch.isin(own, ranks).all() or ranks.numel() % own.numel() or spec.device_mesh.get_coordinate() is None:
+            raise ValueError(f"{where}, which is not a sub-mesh of mesh= ({format_ranks(ranks.flatten().tolist())}).")
+    different = math.prod(ranks.size(dim) // _span(param, grid, dim) for dim in distinct)
     return shards * different / ranks.numel()
+
+
+def _span(param: Tensor, grid: _RankGrid, dim: int) -> int:
+    """Number of coordinates along one dimension of the grid over which the mesh of a parameter extends."""
+    spec = dtensor_spec(param)
+    if spec is None:
+        return 1
+    return len(set(torch.isin(grid.ranks, spec.device_mesh.mesh).nonzero()[:, dim].tolist()))
 
 
 def _make_layout(
@@ -296,9 +332,9 @@ def _make_layout(
 
 
 def collective_device(group: Any, params: Sequence[Tensor]) -> torch.device:
-    """A device the group's backend serves: that of the parameters if possible, the host for gloo.
+    """A device that the group's backend supports: that of the parameters if possible, the host for gloo.
 
-    NCCL does not serve the host, where the gradients are with CPU offload.
+    With CPU offload the gradients are on the host, which NCCL does not support.
     """
     import torch.distributed as dist
 
@@ -323,13 +359,19 @@ def dtensor_spec(tensor: Tensor) -> Any:
     return tensor if is_dtensor(tensor) else localized_spec(tensor)
 
 
+def meshes_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """The device meshes of the DTensors among `tensors`, each once."""
+    distributed: list[Any] = [t for t in tensors if type(t) not in (nn.Parameter, Tensor) and is_dtensor(t)]
+    return list({id(tensor.device_mesh): tensor.device_mesh for tensor in distributed}.values())
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's elements of a DTensor, in the same memory; any other tensor itself."""
     if type(tensor) is Tensor or not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
         elements: Any = tensor.to_local()  # type: ignore[attr-defined]
-    # The result of a collective that may still be running.
+    # The local tensor may be the result of a collective that is still running.
     return elements.wait() if hasattr(elements, "wait") else elements  # type: ignore[no-any-return]
 
 
@@ -346,14 +388,14 @@ def reduce_partial(grad: Tensor, param: Tensor | None) -> Tensor:
     if param is not None and is_dtensor(param):
         placements = list(param.placements)  # type: ignore[attr-defined]
     else:
-        placements = [Replicate() if each.is_partial() else each for each in distributed.placements]
+        placements = [Replicate() if item.is_partial() else item for item in distributed.placements]
     if list(distributed.placements) == placements:
         return grad
     result: Tensor = distributed.redistribute(placements=placements)
     return result
 
 
-def rows_are_local(params: Sequence[Tensor], counts: Sequence[int], names: Sequence[str]) -> None:
+def check_rows_are_local(params: Sequence[Tensor], counts: Sequence[int], names: Sequence[str]) -> None:
     """Raises ValueError if a row of a parameter is split over ranks.
 
     Args:

@@ -19,7 +19,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 22
 """Elements hashed at a time, so that a large embedding needs 64 MB of temporary memory and not twice its size."""
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
-"""Odd, so that a change of any single element changes the sum modulo 2 ** 64."""
+"""Spreads positions over 64 bits. Weights are made odd below, so that a change of any one element changes the sum."""
 
 
 def check_replicas(params: Iterable[Tensor], group: Any = None, *, names: Sequence[str] | None = None) -> None:
@@ -34,7 +34,7 @@ def check_replicas(params: Iterable[Tensor], group: Any = None, *, names: Sequen
         names: their names, for the error.
 
     Raises:
-        ReplicasDiffer: on every rank, with the names of the tensors and the ranks that hold equal ones.
+        ReplicasDiffer: on every rank, with the names of the tensors and the groups of ranks that agree.
 
     Example:
         >>> linear = torch.nn.Linear(4, 2)
@@ -56,8 +56,8 @@ def check_replicas(params: Iterable[Tensor], group: Any = None, *, names: Sequen
     digests = gather_flat(torch.tensor([digest], device=device), group).tolist()
     if len(set(digests)) > 1:
         raise ReplicasDiffer(
-            f"names, shapes or dtypes of the parameters differ: {_partition_text(digests, ranks)} agree with each "
-            "other. Pass the group of ranks that hold the same parameters.",
+            f"names, shapes or dtypes of the parameters differ: {_partition_text(digests, ranks)} have different "
+            "lists. Pass the group of ranks that hold the same parameters.",
             ranks=_partition(digests, ranks),
         )
     if not tensors:
@@ -70,9 +70,9 @@ def check_replicas(params: Iterable[Tensor], group: Any = None, *, names: Sequen
         holders: dict[int, set[int]] = {}
         for index, value in zip(shard, checksum, strict=True):
             holders.setdefault(index, set()).add(value)
-        parted = next((index for index, values in holders.items() if len(values) > 1), None)
-        if parted is not None:
-            members = [i for i, index in enumerate(shard) if index == parted]
+        differing = next((index for index, values in holders.items() if len(values) > 1), None)
+        if differing is not None:
+            members = [i for i, index in enumerate(shard) if index == differing]
             different[name] = _partition([checksum[i] for i in members], [ranks[i] for i in members])
     if different:
         shown = [f"{name} ({' against '.join(map(format_ranks, parts))})" for name, parts in different.items()]
@@ -99,7 +99,7 @@ def _shard_index(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def _checksum(tensor: Tensor) -> Tensor:
-    """Sum of all elements' bits, weighted by position, modulo 2 ** 64: exact in any order. 0-d int64 on the device."""
+    """Sum of the bits of all elements, weighted by position, modulo 2 ** 64: exact in any order. 0-d int64 tensor."""
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     bits = values.detach().reshape(-1).view(_BITS[values.element_size()])
     total = torch.full((), bits.numel(), dtype=torch.int64, device=bits.device)

@@ -13,12 +13,12 @@ further ahead of its device, so the wait is short."""
 
 
 class HostCopy:
-    """The value of a small tensor at this point of its stream, on the way to pinned memory.
+    """Asynchronous copy of a small CUDA tensor to pinned memory, in the order of the current stream.
 
-    Devices other than CUDA are read at once.
+    Tensors on other devices are copied synchronously.
 
     Args:
-        tensor: 0-d or 1-d; it may be overwritten as soon as this returns.
+        tensor: the tensor to copy. It may be overwritten as soon as the constructor returns.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -33,15 +33,19 @@ class HostCopy:
 
     @property
     def is_immediate(self) -> bool:
-        """True if the value never had to travel, as on a CPU."""
+        """True if the copy was synchronous, as on a CPU."""
         return self._event is None
 
     def has_arrived(self) -> bool:
-        """True if `read` does not wait."""
+        """True if `read` would not wait."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> float:
         """Returns the value of a 0-d tensor; waits until it has arrived."""
+        return float(self.tensor())
+
+    def tensor(self) -> Tensor:
+        """Returns the value as a tensor on the host; waits until it has arrived."""
         if self._event is not None:
             self._event.synchronize()
-        return float(self._host)
+        return self._host

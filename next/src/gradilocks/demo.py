@@ -1,0 +1,193 @@
+"""`gradilocks demo`: one small GPT trained three times in fp16, with too small, too large and the right loss scale.
+
+Matrix products are computed in fp32 between operands and results rounded to fp16, as tensor cores do: on most CPUs real
+fp16 arithmetic is hundreds of times slower. One micro-batch stands for a global batch of 4 million tokens: its loss is
+divided by 4,096 before backward, and the gradients are multiplied by 4,096 in fp32 afterwards, in place of adding up
+4,096 equal ones. What fp16 rounds to zero in between stays zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradilocks.control import GradientControl
+from gradilocks.errors import GradilocksError
+from gradilocks.record import Recorder
+
+__all__ = ["TRAININGS", "Training", "train"]
+
+ACCUMULATION = 4096
+"""Micro-batches in a global batch."""
+ROWS, LENGTH = 16, 64
+"""Windows of a micro-batch, and characters of a window."""
+STEPS = 200
+
+
+@dataclass(frozen=True)
+class Training:
+    """One of the three trainings."""
+
+    name: str
+    label: str
+    scale: object
+    """The `scale=` of the GradientControl."""
+
+    def path(self, folder: Path) -> Path:
+        """The run file."""
+        return folder / f"{self.name}.jsonl"
+
+
+TRAININGS = (
+    Training("too-small", "too small: no scaling", None),
+    Training("too-large", "too large: scale 2^32", 2.0**32),
+    Training("just-right", "just right: dynamic scale from 2^16", "dynamic"),
+)
+
+
+def train(
+    training: Training, folder: Path, *, steps: int = STEPS, on_step: Callable[[int], None] = lambda step: None
+) -> Path:
+    """Trains the GPT and returns the run file. An existing file is replaced.
+
+    The result depends on the training and on Python's version, whose documentation is the text.
+
+    Args:
+        training: one of `TRAININGS`.
+        folder: for the run file.
+        steps: number of optimizer steps.
+        on_step: called with the step number after every step.
+    """
+    codes, vocabulary = load_text()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = GPT(vocabulary)
+    generator = torch.Generator().manual_seed(0)
+    window = torch.arange(LENGTH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
+    config = {"accumulation": ACCUMULATION, "tokens of a step": ACCUMULATION * ROWS * LENGTH}
+    recorder = Recorder(training.path(folder), config=config, overwrite=True, label=training.label)
+    control = GradientControl(
+        optimizer, model=model, scale=training.scale, clip=1.0, give_up_after=None, record=recorder
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # The tensors are small, and sums then do not depend on the number of cores.
+    status = "KeyboardInterrupt"
+    try:
+        for step in range(1, steps + 1):
+            places = torch.randint(len(codes) - LENGTH, (ROWS, 1), generator=generator) + window
+            loss = F.cross_entropy(model(codes[places]).flatten(0, 1), codes[places + 1].flatten())
+            _divide_gradient(loss, ACCUMULATION)
+            control.backward(loss)
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad *= ACCUMULATION
+            control.step()
+            control.zero_grad()
+            on_step(step)
+        status = "finished"
+    finally:
+        torch.set_num_threads(threads)
+        recorder.close(status)
+    return recorder.path
+
+
+def _divide_gradient(loss: Tensor, divisor: int) -> None:
+    """Divides the gradient of the loss, so that the run file has the loss of the whole batch."""
+    register: Any = loss.register_hook
+    register(lambda grad: grad / divisor)
+
+
+@cache
+def load_text() -> tuple[Tensor, int]:
+    """Python's own documentation, as `help("topics")` shows it: the characters as numbers, and how many differ.
+
+    Raises:
+        GradilocksError: this Python was installed without it.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise GradilocksError(
+            "the demo trains on pydoc_data.topics, which this Python does not have. Install the full standard library."
+        ) from error
+    text = "".join(topics[name] for name in sorted(topics))
+    numbers = {character: i for i, character in enumerate(sorted(set(text)))}
+    return torch.tensor([numbers[character] for character in text]), len(numbers)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+class _RoundToHalf(torch.autograd.Function):
+    """Rounds a tensor to fp16 and keeps it as float32; so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.half().float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.half().float()
+
+
+def round_to_half(tensor: Tensor) -> Tensor:
+    """A tensor with the values that fp16 storage would leave, forward and backward."""
+    rounded: Any = _RoundToHalf.apply
+    result: Tensor = rounded(tensor)
+    return result
+
+
+class HalfLinear(nn.Linear):
+    """A linear layer as a tensor core computes it: fp16 operands, fp32 sums, fp16 result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return round_to_half(F.linear(round_to_half(x), round_to_half(self.weight), self.bias))
+
+
+class Block(nn.Module):
+    """Causal self-attention and a perceptron, each added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.queries_keys_values = HalfLinear(width, 3 * width)
+        self.projection = HalfLinear(width, width)
+        self.perceptron = nn.Sequential(
+            nn.LayerNorm(width), HalfLinear(width, 4 * width), nn.GELU(), HalfLinear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        parts = self.queries_keys_values(self.attention_norm(x)).view(rows, length, 3, self.heads, -1)
+        queries, keys, values = parts.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        x = x + self.projection(mixed.transpose(1, 2).reshape(rows, length, width))
+        result: Tensor = x + self.perceptron(x)
+        return result
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer over characters with learned positions."""
+
+    def __init__(self, vocabulary: int, *, width: int = 64, layers: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(LENGTH, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = HalfLinear(width, vocabulary)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Maps codes of shape [rows, length] to logits of shape [rows, length, vocabulary]."""
+        x = self.characters(codes) + self.positions(torch.arange(codes.shape[1]))
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits

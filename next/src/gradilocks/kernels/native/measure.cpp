@@ -1,0 +1,233 @@
+// Statistics of tensors in one read; multiplication and clamping in place.
+//
+// Powers are added in float64, in an order that depends only on the size of the tensor: element i of a chunk is added
+// to lane i % 16, then the lanes in order, then the chunks in order. The bits depend neither on the number of threads
+// nor on the width of vectors: the square of a float32 is exact in float64, and no product is fused with a sum. No sum
+// of squares of float32 overflows or vanishes in float64.
+//
+// The largest magnitude is found among bit patterns as integers, which are ordered like the numbers, Inf above them and
+// NaN above Inf: one comparison finds all three.
+//
+// A block is read twice, the second time from the L1 cache: once for the bits, once for the sums. One Zen 4 core reads
+// 6.5 G float32 a second that way (26 GB/s; AVX2 27, SSE2 10); memory gives it 24 GB/s.
+#include <math.h>
+#include <stdlib.h>
+
+#include "parallel.h"
+
+namespace gradilocks {
+
+OpenMP openmp = {nullptr, nullptr, nullptr};
+
+namespace {
+
+constexpr int LANES = 16;
+constexpr int64_t READ_CHUNK = 1 << 15, WRITE_CHUNK = 1 << 12;
+// Elements that take about 10 us, as long as waking a thread.
+constexpr int64_t READ_GRAIN = 1 << 16, WRITE_GRAIN = 1 << 15;
+constexpr int32_t INFINITY_BITS = 0x7f800000;
+// By Dtype.
+constexpr double LARGEST_FINITE[] = {3.4028234663852886e38, 65504.0, 3.3895313892515355e38};
+
+// The codes of `cpu.py`.
+enum Operation : int { MULTIPLY = 0, CLAMP = 1, UNSCALE = 2 };
+
+struct Statistics {
+  double sum = 0.0;  // Of the p-th powers.
+  double largest = 0.0;
+  int64_t zeros = 0, nan = 0, inf = 0;
+};
+
+// The lanes are a local array, so that the compiler keeps them in registers: in memory they take four times as long.
+// `count` is a multiple of LANES.
+template <int POWER>
+VECTORIZED void add_powers(double* lanes, const float* x, int64_t count) {
+  double sums[LANES];
+  memcpy(sums, lanes, sizeof(sums));
+  for (int64_t i = 0; i < count; i += LANES) {
+    for (int lane = 0; lane < LANES; ++lane) {
+      const double value = static_cast<double>(x[i + lane]);
+      sums[lane] += POWER == 1 ? fabs(value) : value * value;
+    }
+  }
+  memcpy(lanes, sums, sizeof(sums));
+}
+
+VECTORIZED void find_largest(int32_t& largest, int64_t& zeros, const float* x, int64_t count) {
+  int32_t peak = largest, found = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t magnitude = bit_cast<int32_t>(x[i]) & 0x7fffffff;
+    peak = peak < magnitude ? magnitude : peak;
+    found += magnitude == 0;
+  }
+  largest = peak;
+  zeros += found;
+}
+
+template <class T>
+void count_nonfinite(Statistics& statistics, const T* x, int64_t count) {
+  statistics.largest = 0.0;
+  for (int64_t i = 0; i < count; ++i) {
+    const double magnitude = fabs(static_cast<double>(widened(x[i])));
+    statistics.nan += magnitude != magnitude;
+    statistics.inf += magnitude == INFINITY;
+    statistics.largest = magnitude > statistics.largest ? magnitude : statistics.largest;
+  }
+}
+
+// Returns elements as float32: in place, or in `buffer`.
+template <class T>
+float* read(T* x, float* buffer, int64_t count) {
+  if constexpr (std::is_same_v<std::remove_cv_t<T>, float>) {
+    return x;
+  } else {
+    widen(x, buffer, count);
+    return buffer;
+  }
+}
+
+template <int POWER, class T>
+Statistics measure_chunk(T* x, int64_t length) {
+  Statistics statistics;
+  double lanes[LANES] = {};
+  int32_t largest = 0;
+  float buffer[BLOCK];
+  for (int64_t from = 0; from < length; from += BLOCK) {
+    const int64_t count = std::min(BLOCK, length - from), full = count / LANES * LANES;
+    const float* values = read(x + from, buffer, count);
+    find_largest(largest, statistics.zeros, values, count);
+    if constexpr (POWER != 0) {
+      add_powers<POWER>(lanes, values, full);
+      if (full < count) {
+        float tail[LANES] = {};
+        memcpy(tail, values + full, static_cast<size_t>(count - full) * sizeof(float));
+        add_powers<POWER>(lanes, tail, LANES);
+      }
+    }
+  }
+  for (double sum : lanes) {
+    statistics.sum += sum;
+  }
+  statistics.largest = static_cast<double>(bit_cast<float>(largest));
+  if (largest >= INFINITY_BITS) {
+    count_nonfinite(statistics, x, length);
+  }
+  return statistics;
+}
+
+VECTORIZED void multiply(float* x, float factor, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    x[i] *= factor;
+  }
+}
+
+VECTORIZED void clamp(float* x, float bound, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    x[i] = x[i] > bound ? bound : x[i] < -bound ? -bound : x[i];
+  }
+}
+
+// Changes elements block by block and rounds the results. Returns true if a result is NaN or Inf and was looked for.
+template <class T>
+bool change(T* x, int64_t length, int operation, double number) {
+  float buffer[BLOCK];
+  int32_t largest = 0;
+  int64_t zeros = 0;
+  for (int64_t from = 0; from < length; from += BLOCK) {
+    const int64_t count = std::min(BLOCK, length - from);
+    float* values = read(x + from, buffer, count);
+    if (operation == CLAMP) {
+      clamp(values, static_cast<float>(number), count);
+    } else if (number != 1.0) {
+      multiply(values, static_cast<float>(number), count);
+    }
+    if constexpr (!std::is_same_v<T, float>) {
+      narrow(values, x + from, count);
+    }
+    if (operation == UNSCALE) {
+      find_largest(largest, zeros, read(x + from, buffer, count), count);
+    }
+  }
+  return largest >= INFINITY_BITS;
+}
+
+// Calls work(piece, elements, length) for each piece, with a typed pointer to the elements.
+template <int64_t CHUNK, class F>
+void for_each_typed_piece(const Tensors& tensors, const int32_t* dtypes, int64_t grain, const F& work) {
+  for_each_piece<CHUNK>(tensors, grain, [&](const Piece& piece) {
+    with_type(dtypes[piece.tensor], [&](auto* type) {
+      auto* x = reinterpret_cast<decltype(type)>(tensors.addresses[piece.tensor]) + piece.begin;
+      work(piece, x, piece.end - piece.begin);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace gradilocks
+
+using namespace gradilocks;
+
+EXPORT void gl_set_parallel(void* parallel, void* thread_number, void* thread_count) {
+  openmp = {reinterpret_cast<decltype(OpenMP::parallel)>(parallel),
+            reinterpret_cast<decltype(OpenMP::thread_number)>(thread_number),
+            reinterpret_cast<decltype(OpenMP::thread_count)>(thread_count)};
+}
+
+// order: 1, 2, or 0 for inf. out: [5][n], the rows of STATISTICS. Returns -1 if memory is exhausted, else 0.
+EXPORT int gl_measure(const int64_t* addresses, const int64_t* sizes, const int32_t* dtypes, int64_t n, int order,
+                      double* out, int threads) {
+  const Tensors tensors{addresses, sizes, n, threads};
+  int64_t chunks = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    chunks += divided_up(tensors.size(i), READ_CHUNK);
+  }
+  auto* parts = static_cast<Statistics*>(malloc(static_cast<size_t>(chunks + 1) * sizeof(Statistics)));
+  if (parts == nullptr) {
+    return -1;
+  }
+  for_each_typed_piece<READ_CHUNK>(tensors, dtypes, READ_GRAIN, [&](const Piece& piece, auto* x, int64_t length) {
+    for (int64_t from = 0, chunk = piece.chunk; from < length; from += READ_CHUNK, ++chunk) {
+      const int64_t count = std::min(length - from, READ_CHUNK);
+      parts[chunk] = order == 2   ? measure_chunk<2>(x + from, count)
+                     : order == 1 ? measure_chunk<1>(x + from, count)
+                                  : measure_chunk<0>(x + from, count);
+    }
+  });
+  const Statistics* part = parts;
+  for (int64_t i = 0; i < n; ++i) {
+    Statistics tensor;
+    for (int64_t left = tensors.size(i); left > 0; left -= READ_CHUNK, ++part) {
+      tensor.sum += part->sum;
+      tensor.largest = part->largest > tensor.largest ? part->largest : tensor.largest;
+      tensor.zeros += part->zeros;
+      tensor.nan += part->nan;
+      tensor.inf += part->inf;
+    }
+    const double norm = order == 0 ? tensor.largest : order == 1 ? tensor.sum : sqrt(tensor.sum);
+    out[i] = tensor.nan > 0 ? NAN : tensor.inf > 0 ? INFINITY : norm;
+    out[n + i] = tensor.largest;
+    out[2 * n + i] = static_cast<double>(tensor.zeros);
+    out[3 * n + i] = static_cast<double>(tensor.nan);
+    out[4 * n + i] = static_cast<double>(tensor.inf);
+  }
+  free(parts);
+  return 0;
+}
+
+// numbers: one factor or bound, or with per_tensor one for each tensor. A factor of 1 and a bound above a dtype's
+// largest finite number write nothing. Returns 1 if UNSCALE leaves an element that is NaN or Inf, else 0.
+EXPORT int gl_change(const int64_t* addresses, const int64_t* sizes, const int32_t* dtypes, int64_t n, int operation,
+                     const double* numbers, int per_tensor, int threads) {
+  int nonfinite = 0;
+  const auto change_piece = [&](const Piece& piece, auto* x, int64_t length) {
+    const double number = numbers[per_tensor ? piece.tensor : 0];
+    if (operation == CLAMP ? number > LARGEST_FINITE[dtypes[piece.tensor]] : operation == MULTIPLY && number == 1.0) {
+      return;
+    }
+    if (change(x, length, operation, number)) {
+      __atomic_store_n(&nonfinite, 1, __ATOMIC_RELAXED);
+    }
+  };
+  for_each_typed_piece<WRITE_CHUNK>({addresses, sizes, n, threads}, dtypes, WRITE_GRAIN, change_piece);
+  return nonfinite;
+}

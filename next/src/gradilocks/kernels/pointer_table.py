@@ -1,0 +1,337 @@
+"""Tables in device memory through which the kernels find tensors, their chunks and the optimizers' settings.
+
+A program works on one chunk: a run of elements of one tensor. `Chunks` depends on sizes and dtypes only and is built
+once. `PointerTable` holds addresses, which may change with each step; new ones are one small copy from pinned memory.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradilocks.kernels.reference import LOW_ADDRESS, is_dense, without_address
+from gradilocks.ranks.layout import is_dtensor, local
+from gradilocks.torch_private import local_tensor
+
+__all__ = [
+    "CHECKS_PER_STEP",
+    "EMPTY",
+    "GRAD",
+    "MASTER",
+    "MEASURE_CHUNK",
+    "MULTIPLY_CHUNK",
+    "OPTIMIZER_CHUNK",
+    "PARAM",
+    "SETTINGS",
+    "STATE1",
+    "STATE2",
+    "STEP",
+    "Chunks",
+    "GradientLayout",
+    "OptimizerKind",
+    "PointerTable",
+    "addresses_of",
+    "chunks_for",
+    "is_capturing",
+    "on_device",
+    "upload",
+]
+
+GRAD, PARAM, STEP, STATE1, STATE2, MASTER = range(6)
+"""Rows of a PointerTable. STEP is the address of Adam's float32 step count; STATE1 is exp_avg or momentum_buffer,
+STATE2 is exp_avg_sq. 0 is absent; a parameter whose GRAD is 0 is skipped."""
+SETTINGS = 8
+"""Numbers per parameter group. Adam: lr, weight_decay, beta1, beta2, eps, decoupled. SGD: lr, weight_decay, momentum,
+nesterov."""
+CHECKS_PER_STEP = 2
+"""Number of tensors checked per step, in turn, where checking all would take longer than launching the kernels."""
+EMPTY = 16
+"""Placeholder address of a gradient without elements, so that its parameter's steps are counted. Never read."""
+
+MEASURE_CHUNK = 1 << 15
+"""Elements per program: 0.98 ms at 2^15, 1.03 at 2^14, 0.99 at 2^16 (1.1 B float32, H200)."""
+OPTIMIZER_CHUNK = 1 << 12
+"""7.44 ms at 2^12, 7.55 at 2^13 (AdamW, 1.1 B float32, H200)."""
+MULTIPLY_CHUNK = 1 << 13
+_MAX_MEASURE_CHUNKS = 36_000  # 40 bytes of intermediate results each: 1.4 MB, however large the model.
+_MAX_CHUNKS = 1 << 19  # 8 bytes each: 4 MB, for up to 2 billion parameters; larger models get larger chunks.
+
+_ABSENT = -1
+_data_ptr, _is_contiguous, _dtype_of = Tensor.data_ptr, Tensor.is_contiguous, attrgetter("dtype")
+
+
+def _placements_of(tensor: Any) -> Any:
+    """The placements of a DTensor; None for a plain tensor."""
+    return getattr(tensor, "placements", None)
+
+
+def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
+    """The address of each tensor; 0 for None and for tensors without elements."""
+    try:  # 148 tensors: 8 us, with a test for None 11 us.
+        return list(map(_data_ptr, tensors))  # type: ignore[arg-type]
+    except TypeError:
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def is_capturing(device: torch.device) -> bool:
+    """True while the user captures a CUDA graph on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def on_device(device: torch.device) -> torch.cuda.device:
+    """Context in which `device` is the current device, on which Triton launches."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+def upload(
+    numbers: array[int] | array[float],
+    device: torch.device,
+    *,
+    into: Tensor | None = None,
+    keep: list[Tensor] | None = None,
+) -> Tensor:
+    """Copies numbers to the device without a synchronization.
+
+    torch's allocator for pinned memory does not reuse a buffer before its copies are done, so a host that is ahead of
+    the device needs no ring of buffers.
+
+    Args:
+        numbers: typecode q, d or i.
+        device: the target.
+        into: overwritten if given; otherwise a new tensor is returned.
+        keep: receives the pinned buffer. A copy captured in a CUDA graph reads it at each replay.
+    """
+    dtype = {"q": torch.int64, "d": torch.float64, "i": torch.int32}[numbers.typecode]
+    source = torch.frombuffer(numbers, dtype=dtype) if numbers else torch.zeros(0, dtype=dtype)
+    if device.type == "cuda":
+        source = torch.empty_like(source, pin_memory=True).copy_(source)
+        if keep is not None:
+            keep.append(source)
+    if into is None:
+        into = torch.empty_like(source, device=device, pin_memory=False)
+    return into.copy_(source, non_blocking=True)
+
+
+class GradientLayout:
+    """Dtypes, strides and placements of parameters. The kernels can read gradients that have the same ones.
+
+    torch itself rejects gradients of another shape or on another device. Gradients at the addresses of the last step
+    are assumed to have the same dtype.
+
+    Args:
+        params: plain tensors or DTensors.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        tensors = [local(param) for param in params]
+        self.sizes = tuple(map(Tensor.numel, tensors))
+        self.dtypes = list(map(_dtype_of, tensors))
+        self._is_contiguous = list(map(_is_contiguous, tensors))
+        self._strides = {i: t.stride() for i, t in enumerate(tensors) if not t.is_contiguous()}
+        self._placements = list(map(_placements_of, params))
+        self._has_dtensors = any(map(is_dtensor, params))
+        self._are_dense = all(map(is_dense, tensors))
+        self._found: list[int] = []
+        self._addresses: list[int] = []
+
+    def addresses_of(self, grads: Sequence[Tensor | None]) -> list[int] | None:
+        """The address of each gradient: 0 if there is none, `EMPTY` if it has no elements.
+
+        148 gradients take 18 us; at new addresses they take 40 us (host of an H200).
+
+        Returns:
+            None if a gradient does not have the dtype, strides and placements of its parameter.
+
+        Raises:
+            RuntimeError: if the storage of a gradient was freed.
+        """
+        if not self._are_dense:
+            return None
+        if self._has_dtensors:
+            if any(g is not None and _placements_of(g) != p for g, p in zip(grads, self._placements, strict=True)):
+                return None
+            grads = [
+                grad if grad is None or placement is None else local_tensor(grad)
+                for grad, placement in zip(grads, self._placements, strict=True)
+            ]
+        try:
+            found = list(map(_data_ptr, grads))  # type: ignore[arg-type]
+        except TypeError:  # Some are None.
+            if not (self._have_dtypes(grads) and self._have_strides(grads)):
+                return None
+            found = [_ABSENT if grad is None else grad.data_ptr() for grad in grads]
+        except RuntimeError:  # Sparse.
+            return None
+        if found == self._found:
+            return self._addresses if self._have_strides(grads) else None
+        if not self._have_dtypes(grads) or not self._have_strides(grads):
+            return None
+        addresses = found
+        if found and min(found) < LOW_ADDRESS:
+            present = [grad for grad in grads if grad is not None]
+            if without_address(present, [address for address in found if address != _ABSENT]):
+                return None
+            addresses = [0 if address == _ABSENT else address or EMPTY for address in found]
+        self._found, self._addresses = found, addresses
+        return addresses
+
+    def _have_dtypes(self, grads: Sequence[Tensor | None]) -> bool:
+        pairs = zip(grads, self.dtypes, strict=True)
+        return all(grad is None or grad.dtype is dtype for grad, dtype in pairs)
+
+    def _have_strides(self, grads: Sequence[Tensor | None]) -> bool:
+        try:
+            is_contiguous = list(map(_is_contiguous, grads))  # type: ignore[arg-type]
+        except TypeError:  # Some are None.
+            pairs = zip(grads, self._is_contiguous, strict=True)
+            is_contiguous = [flag if grad is None else grad.is_contiguous() for grad, flag in pairs]
+        if is_contiguous != self._is_contiguous:
+            return False
+        strided = [(grads[i], stride) for i, stride in self._strides.items()]
+        return all(grad is None or grad.stride() == stride for grad, stride in strided)
+
+
+class OptimizerKind(NamedTuple):
+    """Properties that the parameters of one launch of an optimizer kernel have in common."""
+
+    rule: str
+    """adam, adamw, momentum or sgd"""
+    param: torch.dtype
+    grad: torch.dtype
+    state: torch.dtype
+    has_master: bool
+
+
+class Bucket(NamedTuple):
+    """The chunks of all tensors of one kind, served by one launch."""
+
+    kind: Any
+    first: int
+    chunks: int
+
+
+class Chunks:
+    """The division of tensors into chunks, numbered bucket by bucket.
+
+    Args:
+        sizes: number of elements of each tensor.
+        kinds: dtype, or whatever the tensors of one launch have in common; None excludes a tensor.
+        size: elements per chunk, a power of two.
+        limit: largest number of chunks; for more, chunks are made larger.
+        device: of the tables.
+        keep: see `upload`.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        kinds: Sequence[Hashable],
+        size: int,
+        limit: int,
+        device: torch.device,
+        keep: list[Tensor] | None = None,
+    ) -> None:
+        while size < max(sizes, default=0) and sum([-(-n // size) for n in sizes]) > limit:
+            size *= 2
+        members: dict[Hashable, list[int]] = {}
+        for i, kind in enumerate(kinds):
+            if kind is not None and sizes[i]:
+                members.setdefault(kind, []).append(i)
+        owner, index = array("i"), array("i")
+        first, count = array("i", [0]) * len(sizes), array("i", [0]) * len(sizes)
+        buckets: list[Bucket] = []
+        for kind, tensors in members.items():
+            begin = len(owner)
+            for i in tensors:
+                first[i], count[i] = len(owner), -(-sizes[i] // size)
+                owner.extend(array("i", [i]) * count[i])
+                index.extend(range(count[i]))
+            buckets.append(Bucket(kind, begin, len(owner) - begin))
+        self.size, self.total, self.buckets = size, len(owner), tuple(buckets)
+        self.longest = max(count, default=0)
+        """Number of chunks of the largest tensor."""
+        self.owner = upload(owner, device, keep=keep)
+        """int32 [total]: the tensor that each chunk belongs to."""
+        self.index = upload(index, device, keep=keep)
+        """int32 [total]: index of each chunk within its tensor."""
+        self.first = upload(first, device, keep=keep)
+        """int32 [n]: the first chunk of each tensor."""
+        self.count = upload(count, device, keep=keep)
+        """int32 [n]: number of chunks of each tensor."""
+        self.sizes = upload(array("q", sizes), device, keep=keep)
+        """int64 [n]"""
+
+
+def chunks_for(
+    sizes: Sequence[int], kinds: Sequence[Hashable], size: int, device: torch.device, keep: list[Tensor] | None = None
+) -> Chunks:
+    """Returns the chunks of tensors of these sizes and kinds, from a cache unless `keep` is given.
+
+    Args:
+        sizes, kinds, keep: see `Chunks`.
+        size: MEASURE_CHUNK, OPTIMIZER_CHUNK or MULTIPLY_CHUNK.
+        device: of the tables.
+    """
+    limit = _MAX_MEASURE_CHUNKS if size == MEASURE_CHUNK else _MAX_CHUNKS
+    if keep is not None:
+        return Chunks(sizes, kinds, size, limit, device, keep)
+    # The stream is part of the key: another stream would not wait for the copy of the tables.
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _cached_chunks(tuple(sizes), tuple(kinds), size, limit, device, stream)
+
+
+@lru_cache(maxsize=64)
+def _cached_chunks(
+    sizes: tuple[int, ...], kinds: tuple[Hashable, ...], size: int, limit: int, device: torch.device, stream: int
+) -> Chunks:
+    return Chunks(sizes, kinds, size, limit, device)
+
+
+class PointerTable:
+    """Settings of parameter groups and addresses of n parameters with their gradients and state, in device memory.
+
+    Settings and gradients come first, because they change together and are refreshed by one copy.
+
+    Args:
+        rows: the addresses for PARAM, STEP, STATE1, STATE2 and MASTER.
+        groups: number of parameter groups.
+        device: of the table.
+        is_captured: True if the copies are part of the user's CUDA graph.
+    """
+
+    def __init__(
+        self, rows: Sequence[Sequence[int]], groups: int, device: torch.device, *, is_captured: bool = False
+    ) -> None:
+        n = len(rows[0])
+        begin = groups * SETTINGS
+        numbers = array("q", bytes(8 * (begin + n)))
+        for row in rows:
+            numbers.extend(row)
+        self._device = device
+        self._keep: list[Tensor] | None = [] if is_captured else None
+        table = upload(numbers, device, keep=self._keep)
+        self.settings = table[:begin].view(torch.float64)
+        """float64 [groups * SETTINGS]"""
+        self.rows = table[begin:].view(6, n)
+        """int64 [6, n]"""
+        self._changing = table[: begin + n]
+        self._addresses: Sequence[int] = ()
+        self._settings: Sequence[float] = ()
+
+    def refresh(self, addresses: list[int], settings: list[float]) -> None:
+        """Copies gradient addresses and settings to the device if they have changed.
+
+        A captured table is always copied, since another graph may have changed it before the replay.
+        """
+        if self._keep is None and addresses == self._addresses and settings == self._settings:
+            return
+        numbers = array("q", array("d", settings).tobytes())
+        numbers.extend(addresses)
+        upload(numbers, self._device, into=self._changing, keep=self._keep)
+        self._addresses, self._settings = addresses, settings

@@ -1,0 +1,297 @@
+"""A step on one CUDA device, by kernels that read addresses from tables and are replayed as a CUDA graph.
+
+The kernels' arguments never change: gradient addresses and settings are copied into the tables before a replay, and
+results go to `ring[launch % 1024]`. The device counts the launches.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradilocks.errors import OutcomeExpired
+from gradilocks.kernels.pointer_table import (
+    GRAD,
+    MEASURE_CHUNK,
+    OPTIMIZER_CHUNK,
+    SETTINGS,
+    GradientLayout,
+    OptimizerKind,
+    PointerTable,
+    chunks_for,
+    is_capturing,
+    on_device,
+    upload,
+)
+from gradilocks.kernels.triton_kernels import (
+    StepBuffers,
+    StepTensors,
+    launch_coefficients,
+    launch_decide,
+    launch_measure,
+    launch_update,
+)
+from gradilocks.ranks.collective import RANK_ROW, gather_rows
+from gradilocks.ranks.layout import Layout
+
+if TYPE_CHECKING:
+    from gradilocks.optim.fused_step import FusedStep
+
+__all__ = ["RecordedStep", "UpdateTables"]
+
+SLOTS, STATISTICS_SLOTS = 1024, 64
+"""Number of steps whose row, and whose statistics of each tensor, can still be read."""
+_RESULT_SIZE = 10
+"""Length of `step.decide.ROW`, which cannot be imported here without a cycle."""
+_captured: list[object] = []
+"""Tables that the user's CUDA graphs read at each replay."""
+
+
+class UpdateTables:
+    """Addresses, chunks, settings and coefficients of n parameters in device memory.
+
+    Args:
+        rows, kinds, groups: see `FusedStep`.
+        sizes: number of elements of each parameter.
+        group_count: number of parameter groups.
+        device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[int]],
+        sizes: tuple[int, ...],
+        kinds: Sequence[OptimizerKind | None],
+        groups: Sequence[int],
+        group_count: int,
+        device: torch.device,
+    ) -> None:
+        is_captured = is_capturing(device)
+        keep: list[Tensor] | None = [] if is_captured else None
+        self.table = PointerTable(rows, group_count, device, is_captured=is_captured)
+        self._chunks = chunks_for(sizes, kinds, OPTIMIZER_CHUNK, device, keep)
+        self._groups = upload(array("i", groups), device, keep=keep)
+        self._coefficients = torch.empty(len(sizes), SETTINGS, dtype=torch.float64, device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._zero = torch.zeros((), dtype=torch.float32, device=device)
+        if is_captured:
+            _captured.append((self, keep))
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Addresses, groups, settings and coefficients: the last arguments of the decide kernels."""
+        return self.table.rows, self._groups, self.table.settings, self._coefficients
+
+    def launch(self, skip: Tensor, divisor: Tensor) -> None:
+        """Steps the parameters with coefficients that are already computed."""
+        launch_update(self.table.rows, self._chunks, self._coefficients, skip, divisor)
+
+    def run(self, addresses: list[int], settings: list[float], divisor: Tensor | None, skip: Tensor | None) -> None:
+        """Steps the parameters according to the caller's decision; see `FusedStep.run`."""
+        self.table.refresh(addresses, settings)
+        skip = self._zero if skip is None else skip.to(self._zero.device, torch.float32)
+        divisor = self._one if divisor is None else divisor.to(self._one.device, torch.float32)
+        with on_device(self._zero.device):
+            launch_coefficients(self.arguments, skip)
+            self.launch(skip, divisor)
+
+
+class RecordedStep:
+    """Measures, decides and optionally updates the parameters of one CUDA device, as a CUDA graph.
+
+    `run` does not synchronize. The first run of each variant launches the kernels one by one, which compiles them; the
+    second captures them. While the user captures a graph, they are launched into that graph, with separate tables.
+    With Triton's interpreter the same class serves CPU tensors, without graphs.
+
+    Args:
+        params: parameters whose gradients are measured.
+        step: tensors of the decision.
+        order: of the norm: 1, 2 or inf.
+        fused: updates some or all of `params`; None to decide only.
+        layout: ranks that decide together; None for one rank.
+
+    Attributes:
+        device: of the parameters.
+        skip, divisor, multiplier: the decision, for optimizers that are not in `fused`.
+        rows: [ranks, len(RANK_ROW)], the rows of all ranks in the last step.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        step: StepTensors,
+        *,
+        order: float,
+        fused: FusedStep | None,
+        layout: Layout | None,
+    ) -> None:
+        self.skip, self.divisor, self.multiplier = step.skip, step.divisor, step.multiplier
+        self._params, self._step, self._order, self._fused, self._layout = params, step, order, fused, layout
+        self.device = device = step.scale.device
+        self._grads = GradientLayout(params)
+        self.addresses_of = self._grads.addresses_of
+        self._is_captured = is_capturing(device)
+        keep: list[Tensor] | None = [] if self._is_captured else None
+        self._chunks = chunks_for(self._grads.sizes, self._grads.dtypes, MEASURE_CHUNK, device, keep)
+        self._update = None if fused is None else self._update_tables(fused)
+        if self._update is None:
+            self._table = PointerTable([[0] * len(params)] * 5, 0, device, is_captured=self._is_captured)
+        else:
+            self._table = self._update.table
+        row = torch.zeros(len(RANK_ROW) + 2, dtype=torch.float64, device=device)
+        self._own_row = row[: len(RANK_ROW)]
+        self.rows = self._own_row.unsqueeze(0) if layout is None else row.new_zeros(layout.size, len(RANK_ROW))
+        self._buffers = StepBuffers(
+            partial=row.new_empty(5, self._chunks.total),
+            arrived=torch.zeros((), dtype=torch.int32, device=device),
+            shares=row.new_ones(len(params)) if layout is None else layout.weights(row),
+            overflow=torch.zeros((), dtype=torch.float32, device=device),
+            row=row,
+            rows=self.rows,
+            statistics=row.new_empty(1 if self._is_captured else STATISTICS_SLOTS, 5, len(params)),
+            launches=torch.zeros((), dtype=torch.int64, device=device),
+            ring=row.new_empty(1 if self._is_captured else SLOTS, _RESULT_SIZE),
+        )
+        self._has_overflow = False
+        self._count = 0
+        self._graphs: dict[object, torch.cuda.CUDAGraph | None] = {}
+        self._is_recordable = device.type == "cuda" and not self._is_captured
+        self._twins: list[RecordedStep] = []
+        if keep is not None:
+            _captured.append((self, keep))
+
+    def _update_tables(self, fused: FusedStep) -> UpdateTables:
+        """The tables of `fused`, extended to all parameters."""
+        n = len(self._params)
+        position = {id(param): i for i, param in enumerate(self._params)}
+        rows = [[0] * n for _ in fused.rows]
+        kinds: list[OptimizerKind | None] = [None] * n
+        groups = [0] * n
+        for j, param in enumerate(fused.params):
+            i = position[id(param)]
+            kinds[i], groups[i] = fused.kinds[j], fused.groups[j]
+            for row, addresses in zip(rows, fused.rows, strict=True):
+                row[i] = addresses[j]
+        return UpdateTables(rows, self._grads.sizes, kinds, groups, fused.group_count, self.device)
+
+    def run(
+        self, addresses: list[int], *, is_unscaled: bool, moves: bool, overflow: Tensor | None, loss: Tensor | None
+    ) -> int:
+        """Performs one step.
+
+        Args:
+            addresses: the result of `addresses_of`. The gradients must exist until this returns.
+            is_unscaled: True if the gradients no longer carry the scale.
+            moves: True if the scale moves.
+            overflow: 0-d, above 0 to skip the step; None for 0.
+            loss: 0-d, for the rows of several ranks.
+
+        Returns:
+            The slot for `row` and `statistics`; negative for a step that is captured in the user's graph.
+        """
+        if is_capturing(self.device) and not self._is_captured:
+            # Eager steps must not overwrite the tables that the user's graph reads.
+            twin = RecordedStep(self._params, self._step, order=self._order, fused=self._fused, layout=self._layout)
+            self._twins.append(twin)
+            twin.run(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
+            self.rows = twin.rows
+            return -len(self._twins)
+        self._table.refresh(addresses, [] if self._fused is None else self._fused.settings())
+        if overflow is not None:
+            self._buffers.overflow.copy_(overflow, non_blocking=True)
+        elif self._has_overflow:
+            self._buffers.overflow.zero_()
+        self._has_overflow = overflow is not None
+        flags = {"unscaled": is_unscaled, "moves": moves}
+        if self._layout is None:
+            self._replay((is_unscaled, moves), partial(self._launch, measure=True, decide=True, **flags))
+        else:
+            self._write_loss(loss)
+            self._replay("measure", partial(self._launch, measure=True, decide=False, unscaled=False, moves=False))
+            self._buffers.rows.copy_(gather_rows(self._own_row, self._layout))
+            self._replay((is_unscaled, moves), partial(self._launch, measure=False, decide=True, **flags))
+        self.rows = self._buffers.rows
+        self._count += 1
+        return self._count - 1
+
+    def row(self, slot: int) -> Tensor:
+        """The numbers named by `step.decide.ROW`, on the device. Later steps overwrite them.
+
+        Raises:
+            OutcomeExpired: if they have been overwritten.
+        """
+        if slot < 0:
+            return self._twins[-slot - 1].last_row()
+        return self._slot(self._buffers.ring, slot)
+
+    def last_row(self) -> Tensor:
+        """The row of the latest step; for a step in the user's graph, of the latest replay."""
+        return self._twins[-1].last_row() if self._twins else self._slot(self._buffers.ring, self._count - 1)
+
+    def statistics(self, slot: int) -> Tensor:
+        """float64 [5, n]: the statistics of each gradient, see `kernels.measure`.
+
+        Raises:
+            OutcomeExpired: if they have been overwritten.
+        """
+        if slot < 0:
+            return self._twins[-slot - 1].statistics(0)
+        return self._slot(self._buffers.statistics, slot)
+
+    def _slot(self, ring: Tensor, slot: int) -> Tensor:
+        if not self._count - ring.shape[0] <= slot < self._count:
+            raise OutcomeExpired(
+                f"the device keeps these numbers for {ring.shape[0]} steps, and {self._count - slot - 1} steps "
+                "followed. Read them earlier."
+            )
+        return ring[slot % ring.shape[0]]
+
+    def _write_loss(self, loss: Tensor | None) -> None:
+        at = RANK_ROW.index("loss")
+        self._own_row[at + 1].fill_(float(loss is not None))
+        if loss is not None:
+            self._own_row[at].copy_(loss, non_blocking=True)
+
+    def _replay(self, key: object, launch: Callable[[], None]) -> None:
+        """Launches kernels, directly the first time, which compiles them, and as a graph from then on."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()  # Selects the graph's device itself.
+            return
+        with on_device(self.device):
+            if key in self._graphs and self._is_recordable:
+                graph = self._graphs[key] = self._record(launch)
+            self._graphs.setdefault(key, None)
+            graph.replay() if graph is not None else launch()
+
+    def _record(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        """Captures kernels in a graph; None if CUDA refuses."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Not torch.cuda.graph(), which would synchronize and empty the cache of the allocator.
+            with torch.cuda.stream(torch.cuda.Stream(self.device)):  # type: ignore[no-untyped-call]
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    launch()
+                finally:
+                    graph.capture_end()
+        except RuntimeError:
+            self._is_recordable = False
+            return None
+        return graph
+
+    def _launch(self, *, measure: bool, decide: bool, unscaled: bool, moves: bool) -> None:
+        update = None if self._update is None else self._update.arguments
+        if measure:
+            launch_measure(self._table.rows[GRAD], self._chunks, self._buffers.partial, order=self._order)
+        launch_decide(
+            self._chunks, self._buffers, self._step, update,
+            order=self._order, reduce=measure, decide=decide, unscaled=unscaled, moves=moves,
+        )  # fmt: skip
+        if decide and self._update is not None:
+            self._update.launch(self.skip, self.divisor)

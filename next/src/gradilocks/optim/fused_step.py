@@ -1,0 +1,318 @@
+"""Update of all parameters of one or more optimizers in one call of the kernels, by tables of addresses."""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Collection, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks.kernels import backend_for, reference
+from gradilocks.kernels.pointer_table import CHECKS_PER_STEP, SETTINGS, GradientLayout, OptimizerKind, is_capturing
+from gradilocks.ranks.layout import is_dtensor, local
+from gradilocks.torch_private import local_tensor, version_of
+
+__all__ = ["FusedStep", "has_master"]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATE_NAMES = {"adam": _MOMENTS, "adamw": _MOMENTS, "momentum": ("momentum_buffer",), "sgd": ()}
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def has_master(param: Tensor, group: dict[str, Any]) -> bool:
+    """True if the optimizer keeps a float32 master copy of this parameter."""
+    return bool(group["master_weights"]) and param.dtype in _HALF
+
+
+class FusedStep:
+    """Address tables for the one-pass update of the parameters of one or more `gradilocks.optim` optimizers.
+
+    All parameters are on one device. The tables are valid for one set of parameters and state tensors; when
+    `is_current` returns False, make a new FusedStep. As in torch, a parameter gets its state when it first has a
+    gradient.
+
+    Moved parameters, added groups and a loaded or cleared state are noticed at once. A single state tensor replaced by
+    hand is noticed later, since the states of only `CHECKS_PER_STEP` parameters are compared per step, in turn; until
+    then the old one, whose memory is still referenced, is updated.
+
+    Attributes:
+        params: all parameters in order: optimizers, groups, parameters.
+        device: of the parameters.
+        layout: of the gradients.
+        rows: addresses of each parameter, its step count, first and second moment (or momentum buffer) and master; 0
+            where there is none.
+        kinds: kind of each parameter; None for a parameter without gradient and state.
+        groups: number of each parameter's group.
+        rules: rule of each group: adam, adamw, momentum or sgd.
+    """
+
+    @classmethod
+    def make(cls, optimizers: Sequence[torch.optim.Optimizer]) -> FusedStep | None:
+        """Creates missing optimizer state and the tables.
+
+        Returns:
+            None if the kernels do not cover these optimizers: several devices, complex or non-dense parameters,
+            amsgrad, maximize, dampening, a learning rate on a GPU, no kernels for the device.
+        """
+        params = _parameters(optimizers)
+        dtypes = _dtypes_of(backend_for(params[0].device.type)) if params else ()
+        if not dtypes or None in _rules(optimizers):
+            return None
+        tensors = [local(param) for param in params]
+        if len({tensor.device for tensor in tensors}) > 1:
+            return None
+        if not all(tensor.dtype in dtypes and reference.is_dense(tensor) for tensor in tensors):
+            return None
+        return cls(optimizers, tensors)
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], tensors: Sequence[Tensor]) -> None:
+        self.params = _parameters(optimizers)
+        self.device = tensors[0].device
+        self.layout = GradientLayout(self.params)
+        self.rows: list[list[int]] = [[], [], [], [], []]
+        self.kinds: list[OptimizerKind | None] = []
+        self.groups: list[int] = []
+        # An optimizer holds its FusedStep; a strong reference back would create a cycle.
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self.rules = _rules(optimizers)
+        self._is_dtensor = list(map(is_dtensor, self.params))
+        self._stateless: list[Tensor] = []
+        self._masters: list[tuple[Tensor, Tensor]] = []
+        self._storages: list[Any] = []  # Strong references, so that the kernels never write to freed memory.
+        groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+        for number, (optimizer, group) in enumerate(groups):
+            for param in group["params"]:
+                self.groups.append(number)
+                self._add(optimizer, group, param)
+        self.group_count = len(groups)
+        self._versions = [version_of(param) for param, _ in self._masters]
+        self._states = [(optimizer.state, len(optimizer.state)) for optimizer in optimizers]
+        self._checks: list[tuple[Any, Tensor, dict[str, Any], list[Any], list[int]]] = [
+            (
+                optimizer.state,
+                param,
+                entry,
+                list(entry.values()),
+                [value.data_ptr() if type(value) is Tensor else 0 for value in entry.values()],
+            )
+            for optimizer in optimizers
+            for param, entry in optimizer.state.items()
+        ]
+        self._next_check = 0
+        self._tables: Any = None
+
+    def _add(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> None:
+        """Appends one parameter to the tables, and creates its state if it has a gradient."""
+        rule, is_mastered = _rule(group) or "", has_master(param, group)
+        needs_state = rule != "sgd" or is_mastered
+        if needs_state and param.grad is None and not optimizer.state.get(param):
+            self._stateless.append(param)
+            self.kinds.append(None)
+            self._append([local(param), None, None, None, None])
+            return
+        entry = optimizer.state[param] if needs_state else {}
+        dtype = torch.float32 if is_mastered else param.dtype
+        tensors: list[Tensor | None] = [local(param), None, None, None, None]
+        if _STATE_NAMES[rule] is _MOMENTS:
+            tensors[1] = entry["step"] = _step_count(entry.get("step"), self.device)
+        for row, name in enumerate(_STATE_NAMES[rule], start=2):
+            entry[name] = _matching(entry.get(name), param, dtype)
+            tensors[row] = local(entry[name])
+        if is_mastered:
+            entry["master"] = _matching(entry.get("master"), param, torch.float32, initial=param)
+            tensors[4] = local(entry["master"])
+            _refresh_master(param, entry["master"])
+            self._masters.append((param, entry["master"]))
+        self._append(tensors)
+        state_dtype = dtype if tensors[2] is None else tensors[2].dtype
+        self.kinds.append(OptimizerKind(rule, param.dtype, param.dtype, state_dtype, is_mastered))
+
+    def _append(self, tensors: Sequence[Tensor | None]) -> None:
+        """Appends one column: a parameter and its state."""
+        for row, tensor in zip(self.rows, tensors, strict=True):
+            row.append(0 if tensor is None else tensor.data_ptr())
+        self._storages += [tensor.untyped_storage() for tensor in tensors[1:] if tensor is not None]
+
+    def is_current(self) -> bool:
+        """True if the tables still describe the optimizers. Refreshes masters of parameters written from outside."""
+        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        if len(optimizers) < len(self._optimizers):
+            return False
+        for optimizer, (state, count) in zip(optimizers, self._states, strict=True):
+            if optimizer.state is not state or len(state) != count:
+                return False
+        params = _parameters(optimizers)
+        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
+            return False
+        if _rules(optimizers) != self.rules:
+            return False
+        if any(self._is_dtensor):
+            params = [local_tensor(p) if flag else p for p, flag in zip(params, self._is_dtensor, strict=True)]
+        if list(map(Tensor.data_ptr, params)) != self.rows[0] or tuple(map(Tensor.numel, params)) != self.layout.sizes:
+            return False
+        if self._stateless and any(param.grad is not None for param in self._stateless):
+            return False
+        begin, end = self._next_check, self._next_check + CHECKS_PER_STEP
+        self._next_check = end if end < len(self._checks) else 0
+        for state, param, entry, values, addresses in self._checks[begin:end]:
+            if state.get(param) is not entry or not all(map(is_, entry.values(), values)):
+                return False
+            if [value.data_ptr() if type(value) is Tensor else 0 for value in values] != addresses:
+                return False
+        if self._masters:
+            self._refresh_written_masters()
+        return True
+
+    def _refresh_written_masters(self) -> None:
+        """Refreshes the masters of parameters that were written in place."""
+        versions = [version_of(param) for param, _ in self._masters]
+        if versions != self._versions:
+            for (param, master), old, new in zip(self._masters, self._versions, versions, strict=True):
+                if old != new:
+                    _refresh_master(param, master)
+            self._versions = versions
+
+    def settings(self) -> list[float]:
+        """The `SETTINGS` numbers of each group."""
+        numbers: list[float] = []
+        for optimizer in self._optimizers:
+            for group in optimizer().param_groups:  # type: ignore[union-attr]
+                if "betas" in group:
+                    beta1, beta2 = group["betas"]
+                    own = [beta1, beta2, group["eps"], group["decoupled_weight_decay"]]
+                else:
+                    own = [group["momentum"], group["nesterov"], 0.0, 0.0]
+                numbers += map(float, (group["lr"], group["weight_decay"], *own, 0.0, 0.0))
+        return numbers
+
+    def run(self, grads: Sequence[Tensor | None], divisor: Tensor | None, skip: Tensor | None) -> None:
+        """Steps all parameters, or none if `skip` is not 0. Call `is_current` first.
+
+        Args:
+            grads: gradients of `params`. If one does not have the layout of its parameter, torch's own step runs.
+            divisor: 0-d, divides the gradients; None for 1.
+            skip: 0-d; None for 0.
+        """
+        addresses = self.layout.addresses_of(grads)
+        if addresses is None:
+            for optimizer in self._optimizers:
+                optimizer().torch_step(divisor, skip)  # type: ignore[union-attr]
+            return
+        tables = self._tables
+        if self.device.type == "cuda" and is_capturing(self.device):
+            tables = self._make_tables()  # Eager steps must not overwrite the tables that the user's graph reads.
+        elif tables is None:
+            tables = self._tables = self._make_tables()
+        tables.run(addresses, self.settings(), divisor, skip)
+
+    def _make_tables(self) -> Any:
+        if hasattr(backend_for(self.device.type), "adam"):
+            return _CpuTables(self)
+        from gradilocks.kernels.recorded_step import UpdateTables
+
+        return UpdateTables(self.rows, self.layout.sizes, self.kinds, self.groups, self.group_count, self.device)
+
+
+class _CpuTables:
+    """The tables of a FusedStep in host memory, for the C kernels."""
+
+    def __init__(self, fused: FusedStep) -> None:
+        from gradilocks.kernels import cpu
+
+        self._count = n = len(fused.params)
+        self._addresses = array("q", bytes(8 * n))
+        for row in fused.rows:
+            self._addresses.extend(row)
+        self._table = torch.frombuffer(self._addresses, dtype=torch.int64)
+        self._sizes = torch.tensor(fused.layout.sizes, dtype=torch.int64)
+        codes = cpu.DTYPE_CODES
+        self._kinds = torch.tensor(
+            [0 if k is None else codes[k.param] | codes[k.grad] << 3 | codes[k.state] << 6 for k in fused.kinds],
+            dtype=torch.int32,
+        )
+        self._groups = torch.tensor(fused.groups, dtype=torch.int32)
+        self._settings = torch.zeros(fused.group_count * SETTINGS, dtype=torch.float64)
+        self._last_settings: list[float] = []
+        self._steps: list[tuple[Any, list[bool]]] = []
+        """The kernels, each with the parameters it steps."""
+        for step, is_adam in ((cpu.adam, True), (cpu.sgd, False)):
+            members = [(fused.rules[group] in ("adam", "adamw")) is is_adam for group in fused.groups]
+            if any(members):
+                self._steps.append((step, members))
+
+    def run(self, addresses: list[int], settings: list[float], divisor: Tensor | None, skip: Tensor | None) -> None:
+        """See `FusedStep.run`."""
+        if skip is not None and bool(skip):
+            return
+        if settings != self._last_settings:
+            self._settings.copy_(torch.tensor(settings, dtype=torch.float64))
+            self._last_settings = settings
+        number = 1.0 if divisor is None else float(divisor)
+        for step, members in self._steps:
+            own = addresses
+            if len(self._steps) > 1:
+                own = [address * is_member for address, is_member in zip(addresses, members, strict=True)]
+            self._addresses[: self._count] = array("q", own)
+            step(self._table, self._sizes, self._kinds, self._groups, self._settings, number)
+
+
+def _dtypes_of(backend: Any) -> Collection[torch.dtype]:
+    """The dtypes that the optimizer kernels of a backend process; none for plain torch."""
+    codes: Collection[torch.dtype] = getattr(backend, "DTYPE_CODES", ())
+    return codes or getattr(backend, "TYPES", ())
+
+
+def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+    return list(chain(*[group["params"] for optimizer in optimizers for group in optimizer.param_groups]))
+
+
+def _rules(optimizers: Sequence[torch.optim.Optimizer]) -> list[str | None]:
+    return [_rule(group) for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def _rule(group: dict[str, Any]) -> str | None:
+    """The rule of `_update_kernel` for a parameter group; None if the kernels do not cover it."""
+    is_adam = "betas" in group
+    if (
+        group["maximize"]
+        or group["differentiable"]
+        or group["fused"] is False
+        or (group["amsgrad"] if is_adam else group["dampening"])
+    ):
+        return None
+    numbers = (group["lr"], group["weight_decay"], *(group["betas"] if is_adam else ()))
+    if Tensor in map(type, numbers) and any(isinstance(n, Tensor) and n.device.type != "cpu" for n in numbers):
+        return None
+    if is_adam:
+        return "adamw" if group["decoupled_weight_decay"] else "adam"
+    return "momentum" if group["momentum"] else "sgd"
+
+
+def _step_count(step: Any, device: torch.device) -> Tensor:
+    """Adam's step count as the kernels need it: a float32 number on the device of the parameter."""
+    if step is None:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return torch.as_tensor(step, dtype=torch.float32).to(device, non_blocking=True)
+
+
+def _matching(value: Tensor | None, param: Tensor, dtype: torch.dtype, *, initial: Tensor | None = None) -> Tensor:
+    """A state tensor with the memory layout of its parameter: `value` itself if it fits, else a copy."""
+    if value is not None and (value.device, value.dtype) == (param.device, dtype):
+        own, expected = local(value), local(param)
+        if own.shape == expected.shape and own.stride() == expected.stride():
+            return value
+    new = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format).detach()
+    source = initial if value is None else value
+    return new if source is None else new.copy_(source.detach())
+
+
+@torch.no_grad()
+def _refresh_master(param: Tensor, master: Tensor) -> None:
+    """Overwrites master elements that do not round to the parameter's elements. No host synchronization."""
+    own, values = local(master), local(param)
+    own.copy_(torch.where(own.to(values.dtype) == values, own, values.to(own.dtype)))

@@ -1,0 +1,311 @@
+"""Outcomes: the numbers of one step, read from the device on demand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradilocks.errors import NeverFinite, NonFiniteGradient, RanksDiffer
+from gradilocks.kernels import STATISTICS
+from gradilocks.ranks.collective import RANK_ROW, describe_disagreement, disagreement
+from gradilocks.ranks.layout import Layout
+from gradilocks.step.decide import ROW
+from gradilocks.step.host_copy import LAG, HostCopy
+
+__all__ = ["NonFiniteCount", "Outcome", "RankCheck", "Streak", "never_finite_error", "nonfinite_error"]
+
+
+class NonFiniteCount(NamedTuple):
+    """Number of NaN and Inf elements in one gradient."""
+
+    nan: int
+    inf: int
+
+    def __str__(self) -> str:
+        return " and ".join(name for name, count in (("NaN", self.nan), ("Inf", self.inf)) if count) or "NaN or Inf"
+
+
+class Outcome:
+    """The result of one step of a GradientControl. Reading a property waits for the device.
+
+    The device keeps the numbers of the last 1,024 steps and the counts behind `culprits` of the last 64; reading
+    older ones raises OutcomeExpired.
+
+    Example:
+        >>> outcome = control.step()
+        >>> outcome.skipped, outcome.clipped
+        (False, True)
+    """
+
+    def __init__(
+        self,
+        row: Callable[[], Tensor],
+        statistics: Callable[[], Tensor],
+        names: Callable[[], tuple[Sequence[str], Sequence[int]]],
+        *,
+        loss: Tensor | None = None,
+        rank_rows: Tensor | None = None,
+        names_by_rank: Sequence[Sequence[str]] | None = None,
+        is_captured: bool = False,
+    ) -> None:
+        self._row, self._statistics, self._names, self._loss = row, statistics, names, loss
+        self._rank_rows, self._names_by_rank = rank_rows, names_by_rank
+        self.is_captured = is_captured
+        """True for a step captured in a CUDA graph of the user."""
+        self._numbers: dict[str, float] | None = None
+        self._counts: dict[str, NonFiniteCount] | None = None
+
+    def _read(self, name: str) -> float:
+        # A step captured in a CUDA graph runs again at each replay, so its numbers are read again.
+        if self._numbers is None or self.is_captured:
+            self._numbers, self._counts = dict(zip(ROW, self._row().tolist(), strict=True)), None
+        return self._numbers[name]
+
+    @property
+    def skipped(self) -> bool:
+        """True if parameters and optimizer state were left unchanged."""
+        return self._read("skipped") > 0
+
+    @property
+    def rejected(self) -> bool:
+        """True if a clip policy such as SkipSpikes skipped a step with finite gradients."""
+        return self._read("rejected") > 0
+
+    @property
+    def scale(self) -> float:
+        """The scale during this step."""
+        return self._read("scale")
+
+    @property
+    def norm(self) -> float:
+        """Norm of the unscaled gradients before clipping; NaN or inf if they are not finite."""
+        return self._read("norm")
+
+    @property
+    def limit(self) -> float:
+        """Bound on the norm; inf for none. With several policies the smallest, or the one that rejected the step."""
+        return self._read("limit")
+
+    @property
+    def clipped(self) -> bool:
+        """True if clipping changed the gradients; False for a skipped step."""
+        return self._read("clipped") > 0
+
+    @property
+    def step(self) -> int:
+        """Number of this step, from 1."""
+        return int(self._read("step"))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """norm, scale, limit, skipped and clipped as 0-d device tensors, for logging without a synchronization."""
+        numbers = dict(zip(ROW, self._row().clone().unbind(), strict=True))
+        flags = {name: numbers[name] > 0 for name in ("skipped", "clipped")}
+        return {name: numbers[name] for name in ("norm", "scale", "limit")} | flags
+
+    @property
+    def row(self) -> Tensor:
+        """1-d on the device: the numbers named by `step.decide.ROW`."""
+        return self._row()
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the parameters, in the order of `statistics`."""
+        return self._names()[0]
+
+    @property
+    def statistics(self) -> Tensor:
+        """[5, n] on the device: norm, largest magnitude and counts of zeros, NaN and Inf of each scaled gradient.
+
+        On a CPU without the C extension they are measured only if the control has a subscriber; otherwise this raises
+        RuntimeError.
+        """
+        return self._statistics()
+
+    @property
+    def loss_is_finite(self) -> bool | None:
+        """False if the loss itself was NaN or Inf; None if no loss was given to `backward`.
+
+        Of all ranks that exchange rows; of this rank alone under DistributedDataParallel.
+        """
+        if self._rank_rows is None:
+            return None if self._loss is None else math.isfinite(float(self._loss))
+        columns = (RANK_ROW.index("loss"), RANK_ROW.index("has_loss"))
+        losses = [loss for loss, has_loss in self._rank_rows[:, columns].tolist() if has_loss]
+        return all(map(math.isfinite, losses)) if losses else None
+
+    @property
+    def culprits(self) -> tuple[str, ...]:
+        """Names of the parameters with non-finite gradients, in backward order; then the first of each other rank."""
+        return tuple(self.counts)
+
+    @property
+    def counts(self) -> Mapping[str, NonFiniteCount]:
+        """Number of NaN and Inf elements of each culprit; (0, 0) for culprits on other ranks, which send only names."""
+        if not self.skipped or self.rejected:
+            return {}
+        if self._counts is None:
+            if not (self._read("nan") or self._read("inf") or self._rank_rows is not None):
+                return {}
+            names, order = self._names()
+            statistics = self._statistics()
+            nan, inf = (statistics[STATISTICS.index(name)].tolist() for name in ("nan", "inf"))
+            found = [i for i in order if nan[i] or inf[i]]
+            self._counts = {names[i]: NonFiniteCount(int(nan[i]), int(inf[i])) for i in found}
+            for name in self._culprits_on_ranks(names):
+                self._counts.setdefault(name, NonFiniteCount(0, 0))
+        return self._counts
+
+    def _culprits_on_ranks(self, names: Sequence[str]) -> list[str]:
+        if self._rank_rows is None:
+            return []
+        column = RANK_ROW.index("first_bad")
+        lists = self._names_by_rank or [names]
+        first_bad = [int(row[column]) for row in self._rank_rows.tolist()]
+        return [lists[rank if len(lists) > 1 else 0][index] for rank, index in enumerate(first_bad) if index >= 0]
+
+    def describe(self, *, limit: int = 3) -> str:
+        """Returns the reason for a skip in words: `Inf in head.weight, NaN in body.bias (+2 more)`."""
+        if not self.skipped:
+            return "finite gradients"
+        if self.rejected:
+            return f"finite gradients, rejected by the clip policy: norm {self.norm:.6g} above {self.limit:.6g}"
+        if self.loss_is_finite is False:
+            return "the loss itself is NaN or Inf"
+        parts = [f"{count} in {name}" for name, count in self.counts.items()]
+        if not parts and self._rank_rows is not None and bool(disagreement(self._rank_rows)):
+            return "ranks at different scales or steps"
+        if not parts and not math.isfinite(self.norm):
+            return "NaN or Inf that unscale_() found and that was removed afterwards"
+        if not parts:
+            return "finite gradients that overflow when they are unscaled"
+        more = f" (+{len(parts) - limit} more)" if len(parts) > limit else ""
+        return ", ".join(parts[:limit]) + more
+
+    def __repr__(self) -> str:
+        return (
+            f"Outcome(step={self.step}, skipped={self.skipped}, norm={self.norm:.6g}, clipped={self.clipped}, "
+            f"scale={self.scale:g}, culprits={self.culprits})"
+        )
+
+
+class Streak:
+    """Reports when the device has counted too many consecutive non-finite steps.
+
+    The host reads the counter only when it could have reached the limit: a healthy run with a limit of 100 reads it
+    once in 100 steps. On a GPU the copy is asynchronous, so the host learns of the limit a few steps late; with several
+    ranks, exactly LAG steps late on each of them.
+
+    Args:
+        limit: number of consecutive non-finite steps to report; None for no limit.
+        has_ranks: True if several ranks must report at the same step.
+    """
+
+    def __init__(self, limit: int | None, *, has_ranks: bool = False) -> None:
+        self.limit, self._has_ranks = limit, has_ranks
+        self._steps_until_read = limit or 0
+        self._copy: HostCopy | None = None
+        self._age = 0
+
+    def reached(self, counter: Tensor) -> bool:
+        """Returns True once the limit has been reached. Called after every step with the device's counter."""
+        if self.limit is None:
+            return False
+        self._steps_until_read -= 1
+        if self._steps_until_read > 0 or (counter.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return False
+        if self._copy is None:
+            self._copy, self._age = HostCopy(counter), 0
+        self._age += 1
+        is_ready = self._age > LAG if self._has_ranks else self._copy.has_arrived()
+        if not (self._copy.is_immediate or is_ready):
+            return False
+        count = int(self._copy.read())
+        self._copy = None
+        self._steps_until_read = max(1, self.limit - count)
+        return count >= self.limit
+
+    def restart(self, count: int) -> None:
+        """Resumes from a loaded counter."""
+        self._copy = None
+        self._steps_until_read = max(1, (self.limit or 0) - count)
+
+
+class RankCheck:
+    """Raises RanksDiffer if ranks are at different scales or steps. Such ranks skip every step.
+
+    Steps on a CPU are checked immediately. On a GPU the rows of every 16th step are copied asynchronously and read
+    exactly LAG steps later, so that all ranks raise at the same step.
+
+    Args:
+        layout: ranks that decide together; None for one rank.
+    """
+
+    _PERIOD = 16
+
+    def __init__(self, layout: Layout | None) -> None:
+        self._layout = layout
+        self._count = 0
+        self._copy: HostCopy | None = None
+
+    def add(self, rows: Tensor) -> None:
+        """Checks the rows of all ranks. Called after every step."""
+        if rows.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return
+            age = self._count % self._PERIOD
+            self._count += 1
+            if age == 0:
+                self._copy = HostCopy(rows)
+            if age != LAG or self._copy is None:
+                return
+            rows = self._copy.tensor()
+        if bool(disagreement(rows)):
+            assert self._layout is not None
+            raise RanksDiffer(describe_disagreement(rows, self._layout))
+
+
+def nonfinite_error(outcome: Outcome) -> NonFiniteGradient:
+    """Returns the error for `on_nonfinite="raise"`."""
+    return NonFiniteGradient(
+        f"step {outcome.step} skipped: {outcome.describe()}; scale {outcome.scale:g}. "
+        "Parameters and optimizer state are unchanged.",
+        culprits=outcome.culprits,
+    )
+
+
+def never_finite_error(outcome: Outcome, count: int, *, min_scale: float) -> NeverFinite:
+    """Returns the error for `give_up_after`, with a short diagnosis.
+
+    Args:
+        outcome: outcome of the last step.
+        count: number of consecutive non-finite steps.
+        min_scale: the smallest scale that the policy can reach; 0 for a constant scale.
+    """
+    if outcome.loss_is_finite is False:
+        advice = (
+            "The loss itself is NaN or Inf before scaling, so no scale helps. Check the batch and the forward pass: "
+            "log(0), a division by zero, float16 activations above 65504, a diverged learning rate."
+        )
+    elif outcome.scale <= min_scale * (1.0 + 1e-6):  # float32 may have rounded the scale up.
+        advice = (
+            f"The scale has fallen to {outcome.scale:g}, its lower bound, so this is not an overflow that a smaller "
+            "scale would prevent. "
+            "Look for 0/0, a division by zero, or the gradient of sqrt or norm at zero; `gradilocks run` names the "
+            "operation."
+        )
+    else:
+        advice = (
+            f"The scale was {outcome.scale:g}. If gradients overflow, a lower scale, a lower learning rate or float32 "
+            "for the overflowing modules helps; a NaN that is not an overflow remains at any scale."
+        )
+    return NeverFinite(
+        f"gave up after {count} non-finite step{'s in a row' if count > 1 else ''}, the last at step {outcome.step}: "
+        f"{outcome.describe()}. {advice}",
+        culprits=outcome.culprits,
+        count=count,
+    )

@@ -1,0 +1,377 @@
+"""StepObserver: turns the calls that `hooks.py` reports into recorded steps."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks.events import StepRecord
+from gradilocks.kernels import STATISTICS
+from gradilocks.ranks.layout import is_dtensor
+from gradilocks.record import Recorder, WeightSample
+from gradilocks.run.guard import Guard
+from gradilocks.run.replay import CallLog, find_culprit, module_names
+from gradilocks.step.gradients import find, parameters
+from gradilocks.step.measure import statistics_of
+from gradilocks.torch_private import supports_amp_scaling
+from gradilocks.trace import Culprit
+
+__all__ = ["StepObserver"]
+
+MAX_REPLAYS = 20
+"""Bad steps that are traced in one run. A replay takes about as long as ten steps."""
+MAX_SEARCHES = 8
+"""Searches for parameter names. Each takes 0.1 s, and some scripts create an optimizer for every batch."""
+
+MAX_ALIKE = 4
+"""Optimizers of one class and shape that are told apart."""
+
+
+@dataclass(eq=False)
+class _Tracked:
+    """An optimizer of the script, or several alike that replace each other."""
+
+    index: int
+    optimizer: weakref.ref[Any]
+    signature: tuple[Any, ...]
+    sample: WeightSample
+    step: int = 0
+
+
+@dataclass
+class _Clip:
+    """A call of `clip_grad_norm_`."""
+
+    params: set[int]
+    max_norm: float
+    norm: Tensor
+    is_unscaled: bool
+
+
+@dataclass(eq=False)
+class _Since:
+    """What happened since the latest backward."""
+
+    statistics: dict[int, tuple[weakref.ref[Tensor], tuple[float, ...]]] = field(default_factory=dict)
+    """Gradient and its statistics, by the parameter's id."""
+    clips: list[_Clip] = field(default_factory=list)
+    unscaled: set[int] = field(default_factory=set)
+    """Ids of optimizers whose gradients a scaler has unscaled."""
+    culprit: Culprit | None = None
+
+
+class StepObserver:
+    """Records every optimizer step of a script and looks at its gradients once, before the first thing that uses them.
+
+    Args:
+        recorder: writes the run file.
+        has_trace: find the origin of NaN and Inf by a replay.
+        guard: "skip", "stop" or None.
+    """
+
+    def __init__(self, recorder: Recorder, *, has_trace: bool = True, guard: str | None = None) -> None:
+        self.recorder = recorder
+        self.culprits: list[str] = []
+        """Sentences about the first bad steps."""
+        self.calls = CallLog() if has_trace else None
+        self._guard = Guard(guard) if guard else None
+        self._since = _Since()
+        self._losses: list[tuple[Tensor, bool]] = []
+        """Losses since the last step, and True for those that do not carry a scale."""
+        self._has_stepped = False
+        self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None
+        self._tracked: list[_Tracked] = []
+        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._searches = self._replays = 0
+        self._are_weights_corrupt = False
+        self._scale: float | None = None
+        self._stepping: list[Any] = []
+        """Optimizers, scalers and controls whose step is in progress, outermost first."""
+        self._first_closure: tuple[list[tuple[Tensor, bool]], _Since] | None = None
+        """Losses and numbers after the first call of a closure."""
+
+    # --- backward and what follows it ---------------------------------------------------------------------------------
+
+    def note_scaled(self, loss: Any, scaled: Any) -> None:
+        """`scaler.scale(loss)` returned `scaled`."""
+        if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
+            self._scaled = weakref.ref(scaled), loss.detach()
+
+    def begin_backward(self, tensors: Any) -> None:
+        """Backward begins from one or several tensors."""
+        self._since = _Since()
+        if self._has_stepped:  # Several optimizers that step after one backward share its loss.
+            self._losses, self._has_stepped = [], False
+        for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+            is_scaled = self._scaled is not None and self._scaled[0]() is tensor
+            loss = self._scaled[1] if is_scaled and self._scaled is not None else tensor.detach()
+            if loss.numel() == 1:
+                self._losses.append((loss.reshape(()).float().clone(), is_scaled))
+
+    def note_cleared(self) -> None:
+        """`zero_grad` discards the gradients of losses that no step has used."""
+        if not self._stepping and not self._has_stepped:
+            self._losses.clear()
+
+    def begin_unscale(self, optimizer: Any) -> None:
+        """`scaler.unscale_(optimizer)` begins."""
+        self._examine(optimizer)
+        self._since.unscaled.add(id(optimizer))
+
+    def begin_clip(self, params: Sequence[Tensor]) -> None:
+        """A clip function begins."""
+        self._measure(params)
+        ids = set(map(id, params))
+        for tracked in self._tracked:
+            optimizer = tracked.optimizer()
+            if optimizer is not None and not ids.isdisjoint(map(id, parameters([optimizer]))):
+                self._examine(optimizer)
+
+    def end_clip(self, params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+        """`clip_grad_norm_` returned a norm."""
+        ids = set(map(id, params))
+        unscaled = bool(self._since.unscaled)
+        self._since.clips.append(_Clip(ids, float(max_norm), norm.detach(), unscaled))
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def begin_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+        """`scaler.step(optimizer)` begins."""
+        self._scale = scaler.get_scale()
+        self._examine(optimizer)
+        self._stepping.append(scaler)
+
+    def end_scaler_step(self, optimizer: Any, *, has_stepped: bool) -> None:
+        """`scaler.step(optimizer)` ended, with or without calling the optimizer."""
+        self._stepping.pop()
+        if not has_stepped and not self._stepping:
+            self._record(optimizer, is_skipped=True)
+        self._scale = None
+
+    def begin_step(self, optimizer: Any, *, has_closure: bool) -> None:
+        """`optimizer.step()` begins."""
+        self._first_closure = None
+        for i, outer in enumerate(self._stepping):
+            if outer is optimizer:  # Its last step raised an error.
+                del self._stepping[i:]
+                break
+        if not self._is_inner() and not has_closure:
+            self._gradients_ready(optimizer)
+        self._stepping.append(optimizer)
+
+    def end_closure(self, optimizer: Any) -> None:
+        """A closure that `optimizer.step(closure)` called has returned. LBFGS calls it several times."""
+        self._stepping.pop()
+        if not self._is_inner():
+            self._gradients_ready(optimizer)
+            if self._first_closure is None:
+                self._first_closure = list(self._losses), self._since
+        self._stepping.append(optimizer)
+
+    def _gradients_ready(self, optimizer: Any) -> None:
+        """The gradients that an optimizer is about to use are complete."""
+        tracked, bad = self._examine(optimizer)
+        if self.recorder.is_detailed(tracked.index):
+            tracked.sample.take()
+        if bad and self._guard is not None:
+            self._guard.apply(parameters([optimizer]), tracked.step + 1, str(self._since.culprit or "NaN or Inf"))
+
+    def end_step(self, optimizer: Any) -> None:
+        """`optimizer.step()` ended."""
+        self._stepping.pop()
+        was_guarded = self._guard is not None and self._guard.restore()
+        if not self._is_inner():
+            if self._first_closure is not None:  # A step is described by where it began.
+                self._losses, self._since = self._first_closure
+            is_fused_skip = self._scale is not None and supports_amp_scaling(optimizer) and bool(self._bad(optimizer))
+            self._record(optimizer, is_skipped=was_guarded or is_fused_skip)
+
+    def begin_control(self, control: Any) -> None:
+        """`control.step()` begins."""
+        self._stepping.append(control)
+
+    def end_control(self) -> None:
+        """`control.step()` ended."""
+        self._stepping.pop()
+
+    def control_step(self, record: StepRecord) -> None:
+        """A control has stepped: `events.subscribe_all` calls this."""
+        self._has_stepped = True
+        self.recorder(record)
+        if self.calls is not None:
+            if record.outcome.skipped and not record.outcome.rejected:
+                params = parameters([record.control.optimizers[i] for i in record.optimizers])
+                bad = [p for p in params if (grad := find([p])[0]) is not None and not bool(grad.isfinite().all())]
+                is_loss_finite = record.outcome.loss_is_finite is not False
+                self._trace(bad, record.outcome.step, self.recorder.index_of(record), is_loss_finite=is_loss_finite)
+            else:
+                self._are_weights_corrupt = False
+            self.calls.note_step()
+
+    def log(self, **numbers: Any) -> None:
+        """`control.log(...)`."""
+        self.recorder.log(**numbers)
+
+    def _is_inner(self) -> bool:
+        """True for a step inside of another: of a control, or of another optimizer."""
+        return any(hasattr(outer, "param_groups") or hasattr(outer, "optimizers") for outer in self._stepping)
+
+    # --- numbers ------------------------------------------------------------------------------------------------------
+
+    def _measure(self, params: Sequence[Tensor]) -> None:
+        """Measures the gradients that were not measured since backward. Waits for the device once."""
+        known = self._since.statistics
+        new = [
+            param
+            for param in params
+            if param.grad is not None and (id(param) not in known or known[id(param)][0]() is not param.grad)
+        ]
+        if not new:
+            return
+        with torch.no_grad():
+            columns = statistics_of(find(new), detail=True).T.tolist()
+        for param, column in zip(new, columns, strict=True):
+            assert param.grad is not None
+            known[id(param)] = weakref.ref(param.grad), tuple(column)
+
+    def _columns(self, params: Sequence[Tensor]) -> list[tuple[float, ...]]:
+        """The statistics of each parameter's gradient; zeros where there is none."""
+        known = self._since.statistics
+        nothing = (0.0,) * len(STATISTICS)
+        return [known[id(param)][1] if id(param) in known else nothing for param in params]
+
+    def _bad(self, optimizer: Any) -> list[Tensor]:
+        """Parameters whose gradients contained NaN or Inf when they were measured."""
+        params = parameters([optimizer])
+        nan, inf = STATISTICS.index("nan"), STATISTICS.index("inf")
+        return [
+            param for param, column in zip(params, self._columns(params), strict=True) if column[nan] or column[inf]
+        ]
+
+    def _examine(self, optimizer: Any) -> tuple[_Tracked, list[Tensor]]:
+        """Measures an optimizer's gradients and traces NaN and Inf among them."""
+        tracked = self._track(optimizer)
+        self._measure(parameters([optimizer]))
+        bad = self._bad(optimizer)
+        if bad and self._since.culprit is None:
+            is_loss_finite = all(bool(loss.isfinite()) for loss, _ in self._losses)
+            self._trace(bad, tracked.step + 1, tracked.index, is_loss_finite=is_loss_finite)
+        elif not bad:
+            self._are_weights_corrupt = False
+        return tracked, bad
+
+    def _record(self, optimizer: Any, *, is_skipped: bool) -> None:
+        """Writes one step."""
+        tracked = self._track(optimizer)
+        tracked.step += 1
+        params = parameters([optimizer])
+        carried = self._scale or 1.0
+        columns = {
+            name: list(column)
+            for name, column in zip(STATISTICS, zip(*self._columns(params), strict=True), strict=True)
+        }
+        nan, inf = int(sum(columns["nan"])), int(sum(columns["inf"]))
+        norm: float = math.sqrt(sum(number * number for number in columns["norm"])) / carried
+        clip = next((clip for clip in self._since.clips if not clip.params.isdisjoint(map(id, params))), None)
+        limit = None
+        if clip is not None:
+            unit = 1.0 if clip.is_unscaled else carried
+            limit = clip.max_norm / unit
+            if any(map(is_dtensor, params)):
+                norm = float(clip.norm) / unit
+        elif any(map(is_dtensor, params)):
+            norm = math.nan  # The shards of the other ranks are not known here.
+        fields: dict[str, Any] = {
+            "kind": "step",
+            "step": tracked.step,
+            "optimizer": tracked.index,
+            "time": time.time(),
+            "scale": self._scale,
+            "norm": math.nan if nan else math.inf if inf else norm,
+            "limit": limit,
+            "clipped": limit is not None and not (nan or inf) and norm > limit,
+            "skipped": is_skipped,
+            "rejected": False,
+            "nan": nan,
+            "inf": inf,
+            "largest": max(columns["largest"], default=0.0) / carried,
+            "is_unscaled": True,
+        }
+        tensors: dict[str, Tensor] = {}
+        losses = [loss if is_unscaled else loss / carried for loss, is_unscaled in self._losses]
+        if losses:
+            tensors["loss"] = torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
+        rate = optimizer.param_groups[0].get("lr")
+        if isinstance(rate, Tensor):
+            tensors["lr"] = rate.detach().clone()
+        elif isinstance(rate, (int, float)):
+            fields["lr"] = float(rate)
+        if self.recorder.is_detailed(tracked.index):
+            fields["norms"] = [number / carried for number in columns["norm"]]
+            fields["zeros"] = [count / size for count, size in zip(columns["zeros"], tracked.sample.sizes, strict=True)]
+            tensors["updates"] = tracked.sample.updates()
+        self.recorder.step(fields, tensors)
+        self._has_stepped = True
+        if self.calls is not None:
+            self.calls.note_step()
+
+    # --- optimizers and names -----------------------------------------------------------------------------------------
+
+    def _track(self, optimizer: Any) -> _Tracked:
+        """The entry of an optimizer. A new one like another that is gone continues its numbers."""
+        for tracked in self._tracked:
+            if tracked.optimizer() is optimizer:
+                return tracked
+        params = parameters([optimizer])
+        signature = type(optimizer), tuple(param.shape for param in params)
+        alike = [tracked for tracked in self._tracked if tracked.signature == signature]
+        # An optimizer that is garbage in a reference cycle still exists, so a number of them counts as gone, too.
+        gone = [tracked for tracked in alike if tracked.optimizer() is None] or alike[: len(alike) // MAX_ALIKE]
+        if gone:
+            gone[0].optimizer, gone[0].sample = weakref.ref(optimizer), WeightSample(params)
+            return gone[0]
+        if not all(map(self._name, params)):
+            self._search_names(params)
+        names = [self._name(param) or f"param {i}" for i, param in enumerate(params)]
+        index = self.recorder.add_optimizer(type(optimizer).__name__, [optimizer], names)
+        tracked = _Tracked(index, weakref.ref(optimizer), signature, WeightSample(params))
+        self._tracked.append(tracked)
+        return tracked
+
+    def _search_names(self, params: Sequence[Tensor]) -> None:
+        if self._searches >= MAX_SEARCHES:
+            return
+        self._searches += 1
+        for module, prefix in module_names(params).items():
+            is_outermost = prefix == type(module).__name__
+            for name, param in module.named_parameters(recurse=False):
+                self._names[id(param)] = weakref.ref(param), name if is_outermost else f"{prefix}.{name}"
+
+    def _name(self, param: Tensor) -> str:
+        """The name of a parameter; "" if it is not known."""
+        reference, name = self._names.get(id(param), (None, ""))
+        return name if reference is not None and reference() is param else ""
+
+    def _trace(self, bad: list[Tensor], step: int, index: int, *, is_loss_finite: bool) -> None:
+        """Finds and reports the culprit of a bad step."""
+        if self.calls is None or self._replays >= MAX_REPLAYS or not bad or self._are_weights_corrupt:
+            return
+        self._replays += 1
+        optimizers = [optimizer for tracked in self._tracked if (optimizer := tracked.optimizer()) is not None]
+        names = module_names([*bad, *parameters(optimizers)] if optimizers else bad)
+        culprit = find_culprit(self.calls, bad, names, is_loss_finite=is_loss_finite)
+        self._since.culprit = culprit
+        self._are_weights_corrupt = culprit.source == "parameter"
+        line = {"kind": "culprit", "step": step, "optimizer": index, "rank": self.recorder.rank}
+        self.recorder.write({**line, **culprit.to_dict()})
+        if culprit.text not in self.culprits:
+            self.culprits.append(culprit.text)
+            print(f"gradilocks: step {step}: {culprit.text}", file=sys.stderr, flush=True)

@@ -1,0 +1,46 @@
+"""`--guard`: keeps optimizers from stepping with non-finite gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gradilocks.errors import NonFiniteGradient
+
+__all__ = ["Guard"]
+
+
+class Guard:
+    """Skips a step by hiding the gradients from the optimizer, or stops the script.
+
+    torch's optimizers ignore parameters whose gradient is None: parameters and state stay bit for bit as they are.
+
+    Args:
+        mode: "skip" or "stop".
+    """
+
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+
+    def apply(self, params: Sequence[Tensor], step: int, reason: str) -> None:
+        """Called before a step with non-finite gradients.
+
+        Raises:
+            NonFiniteGradient: in mode "stop".
+        """
+        if self._mode == "stop":
+            raise NonFiniteGradient(f"step {step}: {reason}. Stopped by --guard stop; parameters are unchanged.")
+        for param in params:
+            if param.grad is not None:
+                self._hidden.append((param, param.grad))
+                param.grad = None
+
+    def restore(self) -> bool:
+        """Called after every step: puts hidden gradients back. True if the step was skipped."""
+        was_skipped = bool(self._hidden)
+        for param, grad in self._hidden:
+            param.grad = grad
+        self._hidden.clear()
+        return was_skipped

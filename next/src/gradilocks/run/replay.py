@@ -1,0 +1,593 @@
+"""Replay of the module calls behind non-finite gradients.
+
+CallLog keeps the outermost calls of modules since the last step, by reference. If the gradients are not finite, they
+run again under `trace.Examiner`: forward with the same inputs, generators and autocast, backward from the gradients
+that reached their outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradilocks.names import WRAPPER_ATTRIBUTES
+from gradilocks.ranks.layout import is_dtensor
+from gradilocks.torch_private import is_fsdp1_shard, version_of
+from gradilocks.trace import (
+    Culprit,
+    Examiner,
+    NotReplayable,
+    Origin,
+    add_call_observer,
+    call_module,
+    culprit_from,
+    nonfinite_values,
+    remove_call_observer,
+    tensors_in,
+)
+
+__all__ = ["CallLog", "find_culprit", "module_names"]
+
+LARGE_WEIGHT = 1e6
+"""Magnitude of parameters that is reported: no healthy training has it."""
+MAX_CALLS = 256
+"""Module calls kept between two steps. Their inputs stay in memory."""
+_saved_tensors_hooks: Any = torch.autograd.graph.saved_tensors_hooks
+_HOOKS_METHODS = _saved_tensors_hooks.__enter__, _saved_tensors_hooks.__exit__
+_REPLICATING = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Call:
+    """One outermost call of a module: all that a replay needs, by reference."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    numbers: list[tuple[nn.Module, str, Any]]
+    """Counters among the module's attributes, before the call."""
+    random_state: dict[str, Any]
+    autocast: list[tuple[str, bool, torch.dtype]]
+    has_grad: bool
+    saved_tensors_hooks: list[tuple[Any, Any]]
+    """Those that the script's own `with` blocks have installed."""
+    versions: list[int] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    """0-d: norm of each output, to recognize a replay that computes something else."""
+    outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
+    received: dict[int, Tensor] = field(default_factory=dict)
+    """Gradients that reached the outputs, by the output's index."""
+    is_differentiated_twice: bool = False
+
+    def finish(self, output: Any) -> None:
+        """Called with the output: keeps its norms, and its gradients as soon as backward computes them."""
+        with contextlib.suppress(Exception):  # Tensors of torch.func and other subclasses may refuse.
+            found = _outputs(output)
+            self.outputs = [weakref.ref(tensor) for tensor in found]
+            self.versions = [version_of(tensor) for tensor in tensors_in((self.args, self.kwargs))]
+            with torch.no_grad():
+                self.norms = [_norm(tensor) for tensor in found]
+            for i, tensor in enumerate(found):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(lambda grad, i=i: self._receive(i, grad))  # type: ignore[no-untyped-call]
+
+    def _receive(self, i: int, grad: Tensor) -> None:
+        self.is_differentiated_twice |= grad.requires_grad
+        grad = grad.detach()
+        self.received[i] = grad if i not in self.received else self.received[i] + grad
+
+    @property
+    def is_pending(self) -> bool:
+        """True if a later backward may still reach this call."""
+        return self.has_grad and not self.received and any(output() is not None for output in self.outputs)
+
+
+def _outputs(output: Any) -> list[Tensor]:
+    """The floating-point outputs; of a module that returns its own loss only the scalars, through which all flows."""
+    found = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() or tensor.is_complex()]
+    scalars = [tensor for tensor in found if tensor.dim() == 0 and tensor.requires_grad]
+    return scalars or found
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_complex():
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor.coalesce().values()
+    # `dtype=` converts within the kernel; `float()` would copy logits of a gigabyte.
+    wide = torch.float32 if tensor.element_size() < 4 else tensor.dtype
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
+    return norm
+
+
+class _Depth(threading.local):
+    """Number of module calls in progress in one thread."""
+
+    depth = 0
+
+
+class CallLog:
+    """The outermost module calls since the last optimizer step. Costs about 20 us per call."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.was_cut = False
+        self._has_stepped = False
+        self._thread = _Depth()
+        self._saved_tensors_hooks: list[tuple[Any, Any]] = []
+        self._counters: weakref.WeakKeyDictionary[nn.Module, _Counters] = weakref.WeakKeyDictionary()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a module, and keeps the call if it is an outermost one. See `trace.add_call_observer`."""
+        if self._thread.depth or torch.compiler.is_compiling():
+            return call_module(module, *args, **kwargs)
+        call = None
+        with contextlib.suppress(Exception):  # The script's call must not fail because of ours.
+            call = self._begin(module, args, kwargs)
+        self._thread.depth += 1
+        try:
+            output = call_module(module, *args, **kwargs)
+        finally:
+            self._thread.depth -= 1
+        if call is not None:
+            call.finish(output)
+        return output
+
+    def install(self) -> None:
+        """Starts to keep calls."""
+        add_call_observer(self)
+        kind, enter, leave = _saved_tensors_hooks, self._enter_hooks, self._leave_hooks
+        kind.__enter__, kind.__exit__ = lambda hooks: enter(hooks), lambda hooks, *error: leave(hooks, *error)
+
+    def remove(self) -> None:
+        """Stops to keep calls."""
+        remove_call_observer(self)
+        _saved_tensors_hooks.__enter__, _saved_tensors_hooks.__exit__ = _HOOKS_METHODS
+
+    def _enter_hooks(self, hooks: Any) -> Any:
+        # Those of checkpoints only repeat the forward pass; a replay needs them as little as the results.
+        if type(hooks) in (_saved_tensors_hooks, torch.autograd.graph.save_on_cpu):
+            self._saved_tensors_hooks.append((hooks.pack_hook, hooks.unpack_hook))
+        return _HOOKS_METHODS[0](hooks)
+
+    def _leave_hooks(self, hooks: Any, *error: Any) -> None:
+        if type(hooks) in (_saved_tensors_hooks, torch.autograd.graph.save_on_cpu) and self._saved_tensors_hooks:
+            self._saved_tensors_hooks.pop()
+        _HOOKS_METHODS[1](hooks, *error)
+
+    def note_step(self) -> None:
+        """Called after an optimizer step. The calls before it go when the next one begins."""
+        self._has_stepped = True
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        if self._has_stepped:
+            self.calls = [call for call in self.calls if call.is_pending]
+            self._has_stepped = self.was_cut = False
+        if len(self.calls) >= MAX_CALLS:
+            # Evaluation runs many calls without gradients between two steps.
+            idle = next((i for i, call in enumerate(self.calls) if not call.has_grad), None)
+            self.was_cut |= idle is None
+            del self.calls[idle or 0]
+        if module not in self._counters:
+            self._counters[module] = _Counters(module)
+        numbers = self._counters[module].values()
+        state = _random_state(), _autocast(), torch.is_grad_enabled()
+        call = Call(module, args, kwargs, numbers, *state, list(self._saved_tensors_hooks))
+        self.calls.append(call)
+        return call
+
+
+class _Counters:
+    """Numbers in attributes of a module and its submodules that its forward pass changes.
+
+    All numbers are compared over the first three calls, then only those that changed are kept for each call.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = weakref.WeakSet(module.modules())
+        self._calls = 0
+        self._changing: set[tuple[weakref.ref[nn.Module], str]] = set()
+        self._last: dict[tuple[weakref.ref[nn.Module], str], Any] = {}
+
+    def values(self) -> list[tuple[nn.Module, str, Any]]:
+        """Module, attribute and present value of each counter."""
+        self._calls += 1
+        if self._calls <= 3:
+            now = {
+                (weakref.ref(module), name): value
+                for module in self._modules
+                for name, value in vars(module).items()
+                if type(value) in (int, float)
+            }
+            self._changing |= {key for key, value in now.items() if self._last.get(key, value) != value}
+            self._last = now
+            return [(module, name, value) for (ref, name), value in now.items() if (module := ref()) is not None]
+        return [(module, name, getattr(module, name)) for ref, name in self._changing if (module := ref()) is not None]
+
+
+def _random_state() -> dict[str, Any]:
+    """States of all generators a forward pass may draw from."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    if "numpy.random" in sys.modules:
+        state["numpy"] = sys.modules["numpy.random"].get_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state:
+        sys.modules["numpy.random"].set_state(state["numpy"])
+
+
+def _autocast() -> list[tuple[str, bool, torch.dtype]]:
+    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
+# --- replay -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Replay:
+    """What the replay of one call showed."""
+
+    call: Call
+    reason: str = ""
+    """Why the replay failed or differs from the call."""
+    output: Origin | None = None
+    """Origin of a non-finite output."""
+    gradients: dict[int, Origin] = field(default_factory=dict)
+    """Origins of non-finite gradients, by the parameter's id."""
+    norms: dict[int, float] = field(default_factory=dict)
+    """Norms of the gradients, by the parameter's id."""
+    input_gradient: Origin | None = None
+    was_nonfinite: bool = False
+    """True if an output of the call itself was not finite."""
+
+
+def find_culprit(
+    log: CallLog, params: Sequence[Tensor], names: Mapping[nn.Module, str], *, is_loss_finite: bool
+) -> Culprit:
+    """Replays the calls of a log and names the origin of non-finite gradients.
+
+    Nothing outside of the replay changes: parameters, gradients, buffers, generators and numbers in module attributes
+    are put back.
+
+    Args:
+        log: the calls behind the gradients.
+        params: parameters with non-finite gradients, before anything has written to these gradients.
+        names: see `module_names`.
+        is_loss_finite: False if the loss itself is NaN or Inf.
+    """
+    corrupt = _corrupt_parameters(log.calls, params, names)
+    if corrupt is not None:
+        return corrupt
+    if not log.calls:
+        return _unknown("no module was called since the last step")
+    random_state = _random_state()
+    try:
+        replays = [_replay(call, names) for call in log.calls]
+    finally:
+        _set_random_state(random_state)
+    culprit = _conclude(replays, params, was_cut=log.was_cut, is_loss_finite=is_loss_finite)
+    largest = max(float(param.detach().abs().max()) for param in params if param.numel())
+    if largest > LARGE_WEIGHT:
+        culprit = replace(culprit, text=f"{culprit.text}; weights have grown to {largest:.4g}")
+    return culprit
+
+
+def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, was_cut: bool, is_loss_finite: bool) -> Culprit:
+    """The earliest origin that the replays connect to the parameters' gradients."""
+    bad = {id(param) for param in params}
+    found = [origin for replay in replays for key, origin in replay.gradients.items() if key in bad]
+    for replay in replays:  # Of several micro-batches the first; within one call the earliest operation.
+        inside = [o for key, o in replay.gradients.items() if key in bad and o.source != "received"]
+        if replay.call.is_differentiated_twice:
+            inside = [origin for origin in inside if origin.phase == "forward"]
+        if replay.reason:
+            continue
+        if replay.output is not None and not replay.output.is_mask and not is_loss_finite and found:
+            inside.append(replay.output)
+        if inside:
+            return culprit_from(_before_input(min(inside, key=lambda origin: origin.order), replay, replays))
+    for replay in replays:
+        if replay.was_nonfinite and replay.output is None:
+            name = type(replay.call.module).__name__
+            why = replay.reason or "the replay of its call is finite: it depends on state that has changed since"
+            return _unknown(f"an output of {name} is NaN or Inf, but {why}")
+        if replay.output is not None and found and not replay.reason:
+            if replay.output.is_mask:
+                name = type(replay.call.module).__name__
+                reason = f"{name} returns Inf on purpose ({replay.output.operation}), and the loss is not finite"
+                return _unknown(reason)
+            return culprit_from(_before_input(replay.output, replay, replays))
+    doubts = [replay.reason for replay in replays if replay.reason]
+    if any(replay.call.is_differentiated_twice for replay in replays):
+        doubts.append("the step differentiates gradients, which a replay does not repeat")
+    if doubts or was_cut:
+        return _unknown(doubts[0] if doubts else f"more than {MAX_CALLS} module calls since the last step")
+    if found:
+        for replay in reversed(replays):
+            if replay.input_gradient is not None and replay.input_gradient.source != "received":
+                return culprit_from(replay.input_gradient)
+        return _after_modules(replays, is_loss_finite=is_loss_finite)
+    return _after_backward(replays, bad)
+
+
+def _before_input(origin: Origin, replay: _Replay, replays: list[_Replay]) -> Origin:
+    """The origin of a NaN or Inf that came with an input: an earlier call that returned it, else the input itself."""
+    if origin.source not in ("data", "computed"):
+        return origin
+    earlier = replays[: replays.index(replay)]
+    return next((other.output for other in earlier if other.output is not None), origin)
+
+
+def _after_modules(replays: list[_Replay], *, is_loss_finite: bool) -> Culprit:
+    """The culprit if the outputs of all modules are finite and the gradient that comes back to them is not."""
+    last = next(replay for replay in reversed(replays) if replay.call.received)
+    name, phase = type(last.call.module).__name__, "backward" if is_loss_finite else "forward"
+    value = next(value for grad in last.call.received.values() for value in nonfinite_values(grad))
+    text = (
+        f"first {value}: in the script's own code after {name} ({phase}); the outputs of all modules are finite, "
+        + ("the gradient that comes back to them is not" if is_loss_finite else "the loss is not")
+    )
+    return Culprit(True, text, value=value, source="script", phase=phase)
+
+
+def _after_backward(replays: list[_Replay], bad: set[int]) -> Culprit:
+    """The culprit if the replay of every call is finite."""
+    used = [param for replay in replays if replay.call.received for param in replay.call.module.parameters()]
+    if not bad.intersection(map(id, used)):
+        return _unknown("no module call since the last step uses these parameters")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return _unknown("this rank computes finite gradients: the NaN or Inf comes from another rank")
+    for param in {id(param): param for param in used}.values():
+        norms = [replay.norms[id(param)] for replay in replays if id(param) in replay.norms]
+        if len(norms) != 1 or param.grad is None or id(param) in bad:
+            continue
+        if not math.isclose(norms[0], float(_norm(param.grad)), rel_tol=1e-2, abs_tol=1e-30):
+            return _unknown("a replay computes other gradients: the step depends on state that has changed since")
+    text = (
+        "NaN or Inf entered the gradients outside of the modules' operations: by a hook, by accumulation or by the "
+        "script's own code after backward; a replay of all module calls is finite"
+    )
+    return Culprit(True, text, source="script", phase="backward")
+
+
+def _unknown(reason: str) -> Culprit:
+    return Culprit(False, f"origin unknown: {reason}")
+
+
+def _corrupt_parameters(
+    calls: Sequence[Call], params: Sequence[Tensor], names: Mapping[nn.Module, str]
+) -> Culprit | None:
+    """The culprit if parameters themselves are not finite."""
+    modules = dict.fromkeys(module for call in calls for module in call.module.modules())
+    named: dict[int, tuple[str, Tensor]] = {
+        id(param): (f"{prefix}.{name}" if prefix else name, param)
+        for module in modules
+        for name, param in module.named_parameters(recurse=False)
+        for prefix in [names.get(module, type(module).__name__)]
+    }
+    for i, param in enumerate(params):
+        named.setdefault(id(param), (f"parameter {i}", param))
+    bad = [(name, values) for name, param in named.values() if (values := nonfinite_values(param))]
+    if not bad:
+        return None
+    name, values = bad[0]
+    more = f" and {len(bad) - 1} other parameters" if len(bad) > 1 else ""
+    text = f"{values[0]} in parameter {name}{more}, before this step's forward pass; the cause is earlier"
+    return Culprit(True, text, value=values[0], module=name, source="parameter")
+
+
+def _replay(call: Call, names: Mapping[nn.Module, str]) -> _Replay:
+    """Runs one call again, forward and backward, and follows NaN and Inf through it."""
+    replay = _Replay(call, was_nonfinite=any(not math.isfinite(float(norm)) for norm in call.norms))
+    replay.reason = _refusal(call)
+    if replay.reason:
+        return replay
+    module = call.module
+    while isinstance(module, _REPLICATING):
+        module = module.module
+    examiner = Examiner(names)
+    named = ((names.get(owner, ""), owner) for owner in module.modules())
+    examiner.add_leaves("parameter", module.named_parameters())
+    with _state_restored(module, call.numbers):
+        examiner.add_leaves("buffer", ((f"{p}.{n}", b) for p, m in named for n, b in m.named_buffers(recurse=False)))
+        for name, tensor in _named_inputs(call):
+            examiner.add_leaves("data" if tensor.grad_fn is None else "computed", iter([(name, tensor)]))
+        received = [grad for _, grad in sorted(call.received.items())]
+        examiner.add_leaves("received", (("", grad) for grad in received))
+        add_call_observer(examiner.call)
+        try:
+            _set_random_state(call.random_state)
+            _replay_call(replay, examiner, module)
+        except NotReplayable as refusal:
+            replay.reason = str(refusal)
+        except Exception as error:  # Whatever forward code raises when it runs a second time.
+            replay.reason = f"the replay of {type(call.module).__name__} raised {type(error).__name__}: {error}"
+        finally:
+            remove_call_observer(examiner.call)
+    return replay
+
+
+def _replay_call(replay: _Replay, examiner: Examiner, module: nn.Module) -> None:
+    call = replay.call
+    with contextlib.ExitStack() as stack:
+        for kind, is_enabled, dtype in call.autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
+        stack.enter_context(torch.set_grad_enabled(call.has_grad))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for pack, unpack in call.saved_tensors_hooks:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+        stack.enter_context(examiner)
+        output = nn.Module.__call__(module, *call.args, **call.kwargs)
+    outputs = _outputs(output)
+    origins = [origin for tensor in outputs if (origin := examiner.origin_of(tensor)) is not None]
+    replay.output = min(origins, key=lambda origin: origin.order, default=None)
+    replay.reason = _difference(call, outputs)
+    if not call.received:
+        return
+    params = [param for param in module.parameters() if param.requires_grad]
+    inputs = [tensor for tensor in tensors_in((call.args, call.kwargs)) if tensor.requires_grad]
+    roots = [outputs[i] for i in sorted(call.received)]
+    with examiner, examiner.backward(roots):
+        grads: Sequence[Tensor | None] = torch.autograd.grad(
+            roots, [*params, *inputs], _received(call), allow_unused=True
+        )
+    found = [None if grad is None else examiner.origin_of(grad) for grad in grads]
+    replay.gradients = {id(param): origin for param, origin in zip(params, found, strict=False) if origin is not None}
+    replay.norms = {
+        id(param): float(_norm(grad)) for param, grad in zip(params, grads, strict=False) if grad is not None
+    }
+    replay.input_gradient = next((origin for origin in found[len(params) :] if origin is not None), None)
+
+
+def _received(call: Call) -> list[Tensor]:
+    return [grad for _, grad in sorted(call.received.items())]
+
+
+def _refusal(call: Call) -> str:
+    """The reason why a call cannot be replayed; "" if it can."""
+    name = type(call.module).__name__
+    if any(is_dtensor(param) or is_fsdp1_shard(param) for param in call.module.parameters()):
+        return f"the parameters of {name} are shards, and a replay would have to wait for the other ranks"
+    versions = [version_of(tensor) for tensor in tensors_in((call.args, call.kwargs))]
+    if versions != call.versions:
+        return (
+            f"the inputs of {name} were changed in place after the call" if call.versions else f"{name} did not return"
+        )
+    return ""
+
+
+def _difference(call: Call, outputs: list[Tensor]) -> str:
+    """The reason why a replay is not the call it repeats; "" if their outputs agree."""
+    name = type(call.module).__name__
+    before, now = [float(norm) for norm in call.norms], [float(_norm(tensor)) for tensor in outputs]
+    if len(before) != len(now):
+        return f"a replay of {name} returns other outputs"
+    for old, new in zip(before, now, strict=True):
+        is_same = math.isfinite(old) == math.isfinite(new) and (
+            not math.isfinite(old) or math.isclose(old, new, rel_tol=1e-3, abs_tol=1e-30)
+        )
+        if not is_same:
+            return f"a replay of {name} computes something else: it depends on state that has changed since"
+    return ""
+
+
+def _named_inputs(call: Call) -> Iterator[tuple[str, Tensor]]:
+    name = type(call.module).__name__
+    given = {**{f"argument {i + 1}": value for i, value in enumerate(call.args)}, **call.kwargs}
+    for key, value in given.items():
+        for tensor in tensors_in(value):
+            yield f"{key} of {name}", tensor
+
+
+@contextlib.contextmanager
+def _state_restored(module: nn.Module, numbers: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """Sets counters to their values before the call; afterwards puts attributes and buffers of all submodules back."""
+    saved = []
+    for submodule in module.modules():
+        attributes = dict(vars(submodule))
+        contents = {
+            name: value.copy()
+            for name, value in attributes.items()
+            if type(value) in (list, dict, set) and not name.startswith("_")
+        }
+        buffers = dict(submodule.named_buffers(recurse=False))
+        saved.append((submodule, attributes, contents, buffers))
+    try:
+        for submodule, _, _, buffers in saved:
+            for name, buffer in buffers.items():
+                setattr(submodule, name, buffer.clone())  # The replay writes to copies.
+        for submodule, name, value in numbers:
+            setattr(submodule, name, value)
+        yield
+    finally:
+        for submodule, attributes, contents, buffers in saved:
+            for name, buffer in buffers.items():
+                setattr(submodule, name, buffer)
+            for name in vars(submodule).keys() - attributes.keys():
+                delattr(submodule, name)
+            for name, value in attributes.items():
+                if vars(submodule).get(name) is not value:
+                    setattr(submodule, name, value)
+            for name, content in contents.items():
+                _refill(attributes[name], content)
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Gives a list, dict or set its former content."""
+    container.clear()
+    (container.extend if isinstance(container, list) else container.update)(content)
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def module_names(params: Sequence[Tensor]) -> dict[nn.Module, str]:
+    """The name of every module of the process. Searches all objects, which takes about 0.1 s.
+
+    Names begin at the outermost module. If `params` belong to several, or the module is not theirs, they begin with the
+    script's variable or attribute that holds the outermost module, else with its class.
+
+    Args:
+        params: parameters that are trained.
+    """
+    modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
+    inner = {id(child) for module in modules for child in module.children()}
+    trained = set(map(id, params))
+    outermost = [module for module in modules if id(module) not in inner]
+    owned = {top: trained.intersection(map(id, top.parameters())) for top in outermost}
+    outermost.sort(key=lambda top: len(owned[top]), reverse=True)
+    owners = []
+    for top in outermost:  # A slice or copy of a model's list of layers owns nothing that the model does not.
+        if owned[top] & trained:
+            owners.append(top)
+            trained -= owned[top]
+    names: dict[nn.Module, str] = {}
+    for top in sorted(outermost, key=lambda top: top not in owners):
+        prefix = "" if owners == [top] else _variable(top) or type(top).__name__
+        for path, module in top.named_modules():
+            parts = [part for part in path.split(".") if part not in WRAPPER_ATTRIBUTES]
+            if isinstance(top, _REPLICATING) and parts[0] == "module":
+                del parts[0]
+            name = ".".join(part for part in [prefix, *parts] if part)
+            names.setdefault(module, name or type(module).__name__)
+    return names
+
+
+def _variable(module: nn.Module) -> str:
+    """The name under which the script holds a module: a local or global variable, or an attribute."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        for variables in (frame.f_locals, frame.f_globals):
+            for name, value in list(variables.items()):
+                if value is module and not frame.f_globals.get("__name__", "").startswith("gradilocks."):
+                    return name
+        frame = frame.f_back
+    for holder in gc.get_referrers(module):
+        variables = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+        for name, value in list(variables.items()):
+            if value is module and isinstance(name, str) and name.isidentifier():
+                return name
+    return ""

@@ -1,0 +1,262 @@
+"""Evaluation of the clip policies for parameters that step together, by torch operations without host reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks.clip import Limit
+from gradilocks.ranks.collective import reduce_powers
+from gradilocks.ranks.layout import Layout, check_rows_are_local
+from gradilocks.step.gradients import device_indices, elements
+
+__all__ = ["ClipStage", "Clipping"]
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """The combined result of the clip policies for one step. All tensors are on the device."""
+
+    factor: Tensor
+    """0-d: multiplies every unscaled gradient."""
+    bound: Tensor
+    """0-d: the smallest bound on the norm; for a rejected step, the bound that rejected it."""
+    reject: Tensor
+    """0-d bool: skip the step although all gradients are finite."""
+    factors: Tensor | None = None
+    """1-d, one per parameter: multiplies its unscaled gradient."""
+    row_factors: list[Tensor | None] | None = None
+    """One tensor per parameter, shaped to broadcast over its rows; None for a parameter without row limits."""
+    value: Tensor | None = None
+    """0-d: bound on the magnitude of each unscaled element."""
+    observations: tuple[tuple[Tensor, Tensor, Any], ...] = ()
+    """For each policy, the norms and the total that it received and the Limit that it returned."""
+
+
+class ClipStage:
+    """Clip policies with their state, for the parameters that step together.
+
+    Args:
+        policies: applied in order; each receives the norms as the previous ones left them.
+        params: the parameters.
+        names: their names.
+        groups: number and name of each parameter's param group.
+        layout: how the parameters are distributed over ranks; None for one rank.
+    """
+
+    def __init__(
+        self,
+        policies: Sequence[Any],
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        groups: Sequence[tuple[int, str | None]],
+        layout: Layout | None = None,
+    ) -> None:
+        self.policies = tuple(policies)
+        self.states: list[dict[str, Tensor]] = [_initial_state(policy, len(params)) for policy in policies]
+        self._params, self._layout = params, layout
+        self.order = float(getattr(policies[0], "order", 2.0)) if policies else 2.0
+        """The p of the norm that the policies bound."""
+        self._members: list[tuple[tuple[int, ...], int] | None] = []
+        self._row_counts: list[int] = []
+        for policy in self.policies:
+            per = getattr(policy, "per", "model")
+            member = tuple(policy.groups(names, groups)) if per == "group" else None
+            self._members.append(None if member is None else (member, policy.count))
+            if per == "row":
+                self._row_counts = [policy.rows(name, param.shape) for name, param in zip(names, params, strict=True)]
+                check_rows_are_local(params, self._row_counts, names)
+
+    def limit(self, norms: Tensor, total: Tensor, tensors: Sequence[Tensor | None], gradient_scale: Tensor) -> Clipping:
+        """Evaluates the policies.
+
+        Args:
+            norms: 1-d, norm of each parameter's unscaled gradient on this rank.
+            total: 0-d, their global norm over all ranks.
+            tensors: the gradients, for policies that bound rows.
+            gradient_scale: 0-d, the scale that `tensors` carry.
+        """
+        factor, bound = torch.ones_like(total), torch.full_like(total, math.inf)
+        rejecting_bound, reject = bound, torch.zeros_like(total, dtype=torch.bool)
+        factors: Tensor | None = None
+        row_factors: list[Tensor | None] | None = None
+        value: Tensor | None = None
+        observations: list[tuple[Tensor, Tensor, Any]] = []
+        local = norms
+        remaining = len(self.policies)
+        for policy, state, member in zip(self.policies, self.states, self._members, strict=True):
+            remaining -= 1
+            per = getattr(policy, "per", "model")
+            self._to_device(state, total)
+            rows: list[Tensor | None] = []
+            if per == "row":
+                rows = self._row_norms(tensors, gradient_scale)
+                weights = self._row_norms(self._weights(tensors), torch.ones_like(gradient_scale))
+                state = {**state, "weight_norms": _flat(weights, total)}
+                own_norms = _flat(rows, total)
+            elif per == "group":
+                assert member is not None
+                own_norms = self._group_norms(local, *member)
+            else:
+                own_norms = self._tensor_norms(local) if per == "tensor" else total.reshape(1)
+            limit = policy.limit(own_norms, total, state)
+            observations.append((own_norms, total, limit))
+            rejecting_bound = torch.where(limit.reject & ~reject, limit.bound.to(total.dtype), rejecting_bound)
+            reject, bound = reject | limit.reject, torch.minimum(bound, limit.bound.to(total.dtype))
+            value = limit.value if limit.value is not None else value
+            if per == "model":
+                factor = factor * limit.factor.reshape(())
+                local, total = local * limit.factor, total * limit.factor.reshape(())
+                continue
+            if per == "row":
+                row_factors, per_tensor = self._split_rows(limit.factor, rows, local)
+            else:
+                per_tensor = limit.factor
+                if member is not None:
+                    per_tensor = per_tensor[device_indices(member[0], per_tensor.device)]
+                factors = per_tensor if factors is None else factors * per_tensor
+            if remaining:  # Computed only for a next policy: with several ranks the total is a collective.
+                local = local * per_tensor
+                total = self._total(local)
+        bound = torch.where(reject, rejecting_bound, bound)
+        return Clipping(factor, bound, reject, factors, row_factors, value, tuple(observations))
+
+    def update(self, clipping: Clipping, taken: Tensor) -> None:
+        """Updates the state of the policies after a step that was taken.
+
+        Args:
+            clipping: the result of `limit`.
+            taken: 0-d bool, False for a skipped step, which changes nothing.
+        """
+        for policy, state, observation in zip(self.policies, self.states, clipping.observations, strict=True):
+            for name, new in policy.update(*observation, dict(state)).items():
+                old = state[name]
+                old.copy_(torch.where(taken, new.to(old.dtype), old))  # In place: a CUDA graph may read it.
+
+    def _to_device(self, state: dict[str, Tensor], like: Tensor) -> None:
+        for name, tensor in state.items():
+            if tensor.device != like.device:
+                pinned = tensor.pin_memory() if like.is_cuda and not tensor.is_cuda else tensor
+                state[name] = pinned.to(like.device, non_blocking=True)
+
+    def _powers(self, norms: Tensor) -> Tensor:
+        return norms if self.order == math.inf else norms**self.order
+
+    def _tensor_norms(self, local: Tensor) -> Tensor:
+        """Norm of each parameter's gradient over all ranks that hold a part of it."""
+        if self._layout is None:
+            return local
+        return self._root(reduce_powers(self._shared(local), self._layout, self.order, over="spmd"))
+
+    def _group_norms(self, local: Tensor, member: tuple[int, ...], count: int) -> Tensor:
+        powers = self._powers(local) if self._layout is None else self._shared(local)
+        sums, index = powers.new_zeros(count), device_indices(member, powers.device)
+        if self.order == math.inf:
+            sums = sums.scatter_reduce(0, index, powers, "amax")
+        else:
+            sums = sums.index_add(0, index, powers)
+        if self._layout is not None:
+            sums = reduce_powers(sums, self._layout, self.order, over="group")
+        return self._root(sums)
+
+    def _total(self, local: Tensor) -> Tensor:
+        powers = self._powers(local) if self._layout is None else self._shared(local)
+        total = powers.amax() if self.order == math.inf else powers.sum()
+        if self._layout is not None:
+            total = reduce_powers(total.reshape(1), self._layout, self.order, over="group").reshape(())
+        return self._root(total)
+
+    def _shared(self, local: Tensor) -> Tensor:
+        """p-th powers weighted so that their sum over the ranks counts every element once."""
+        assert self._layout is not None
+        return self._powers(local) if self.order == math.inf else self._powers(local) * self._layout.weights(local)
+
+    def _root(self, powers: Tensor) -> Tensor:
+        return powers if self.order == math.inf else powers ** (1.0 / self.order)
+
+    def _weights(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The weights with the same rows as the gradients: for a sparse gradient, only the rows that it has."""
+        weights: list[Tensor | None] = []
+        for param, tensor in zip(self._params, tensors, strict=True):
+            if tensor is None:
+                weights.append(None)
+                continue
+            weight = elements(param.detach())
+            if param.grad is not None and param.grad.layout is torch.sparse_coo:
+                weight = weight[param.grad.indices()[0]]
+            weights.append(weight)
+        return weights
+
+    def _row_norms(self, tensors: Sequence[Tensor | None], gradient_scale: Tensor) -> list[Tensor | None]:
+        norms: list[Tensor | None] = []
+        for param, tensor, count in zip(self._params, tensors, self._row_counts, strict=True):
+            if tensor is None or not count:
+                norms.append(None)
+                continue
+            dims = tuple(range(1, tensor.dim())) if param.dim() > 1 else None
+            norm = torch.linalg.vector_norm(tensor.detach(), ord=2, dim=dims, dtype=_wide(tensor))
+            norms.append(norm.reshape(-1) / gradient_scale)
+        return norms
+
+    def _split_rows(
+        self, factor: Tensor, rows: list[Tensor | None], local: Tensor
+    ) -> tuple[list[Tensor | None], Tensor]:
+        """The row factors of each parameter, and the ratio of each gradient's norm after clipping to that before."""
+        factors: list[Tensor | None] = []
+        ratios: list[Tensor] = []
+        begin, one = 0, torch.ones_like(local[0])
+        for norms in rows:
+            if norms is None:
+                factors.append(None)
+                ratios.append(one)
+                continue
+            part = factor[begin : begin + norms.numel()]
+            begin += norms.numel()
+            factors.append(part)
+            before = torch.linalg.vector_norm(norms)
+            ratios.append(torch.where(before > 0, torch.linalg.vector_norm(norms * part) / before, one))
+        return factors, torch.stack(ratios)
+
+
+def _initial_state(policy: Any, count: int) -> dict[str, Tensor]:
+    """The initial state of a policy; with per = "tensor", in the shapes that it has after the first update.
+
+    Raises:
+        TypeError, ValueError: a policy of the user whose `limit` or `update` returns something else than it should.
+    """
+    state = dict(policy.init())
+    per = getattr(policy, "per", "model")
+    if per == "row" or not count:
+        return state
+    norms = torch.ones({"tensor": count, "group": getattr(policy, "count", 1)}.get(per, 1), dtype=torch.float64)
+    total = torch.linalg.vector_norm(norms)
+    limit = policy.limit(norms, total, dict(state))
+    name = type(policy).__name__
+    if not isinstance(limit, Limit):
+        raise TypeError(f"{name}.limit() must return a gradilocks.clip.Limit, got {type(limit).__name__}.")
+    for field in ("factor", "bound", "reject"):
+        if not isinstance(getattr(limit, field), Tensor):
+            raise TypeError(
+                f"{name}.limit() returned {field}={getattr(limit, field)!r}; the fields of Limit are tensors."
+            )
+    if limit.factor.numel() not in (1, norms.numel()):
+        raise ValueError(f"{name}.limit() returned {limit.factor.numel()} factors for {norms.numel()} norms.")
+    new = policy.update(norms, total, limit, dict(state))
+    if not isinstance(new, Mapping) or set(new) != set(state):
+        keys = sorted(new) if isinstance(new, Mapping) else type(new).__name__
+        raise TypeError(f"{name}.update() must return a dict with the keys of init(), {sorted(state)}, got {keys}.")
+    return {key: tensor.expand(new[key].shape).clone() for key, tensor in state.items()} if per == "tensor" else state
+
+
+def _flat(parts: Sequence[Tensor | None], like: Tensor) -> Tensor:
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else like.new_zeros(0)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "mps" else torch.float64

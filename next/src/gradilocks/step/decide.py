@@ -1,0 +1,261 @@
+"""The decision of one step: multiplier and skip flag.
+
+The rule is implemented three times: as torch operations for every policy and device (`decide`), in Python numbers for
+the common policies on a CPU (`decide_on_host`), and as a Triton kernel (`kernels/triton_kernels.py`). Tests compare the
+three.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradilocks.clip import ClipByNorm
+from gradilocks.kernels import STATISTICS
+from gradilocks.ranks.collective import RANK_ROW, combine, disagreement, gather_rows
+from gradilocks.ranks.layout import Layout
+from gradilocks.step.clip_stage import Clipping, ClipStage
+from gradilocks.step.state import StepState
+
+__all__ = ["ROW", "Decision", "clip_rule", "decide", "decide_on_host", "local_row"]
+
+ROW = ("skipped", "rejected", "scale", "norm", "limit", "clipped", "step", "nan", "inf", "largest")
+"""Numbers of one step, in float64. `norm` and `limit` are of the unscaled gradients, `largest` of the scaled ones."""
+
+_FLOAT32 = torch.finfo(torch.float32)
+_FLAGS = torch.zeros(()), torch.ones(())
+_NAN, _INF = STATISTICS.index("nan"), STATISTICS.index("inf")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The choice to step or to skip, and the multiplier of the gradients. All tensors are on the device."""
+
+    skip: Tensor
+    """float32, 0-d: exactly 1 or exactly 0."""
+    multiplier: Tensor | float
+    """float64, 0-d: clip factor over scale; 1 for a skipped step. A Python number if the host decided."""
+    divisor: Tensor | float
+    """float32, 0-d: the reciprocal of the multiplier."""
+    overflow: Tensor
+    """0-d, above 0 if gradients contain NaN or Inf or cannot be unscaled."""
+    row: Callable[[], Tensor]
+    """Returns the numbers named by ROW, 1-d."""
+    statistics: Callable[[], Tensor]
+    """Returns the statistics of each gradient, [5, n]."""
+    is_skipped: bool | None = None
+    """The skip flag, if the host knows it without waiting; otherwise None."""
+    clipping: Clipping | None = None
+    rank_rows: Tensor | None = None
+    """[ranks, len(RANK_ROW)]; None for one rank."""
+
+    @property
+    def largest(self) -> Tensor:
+        """0-d: largest magnitude of the scaled gradients."""
+        return self.row()[ROW.index("largest")]
+
+
+def clip_rule(policies: Sequence[object]) -> ClipByNorm | None:
+    """Returns the policies as one ClipByNorm, or None if ClipByNorm cannot express them."""
+    if not policies:
+        return ClipByNorm(math.inf)
+    return policies[0] if len(policies) == 1 and type(policies[0]) is ClipByNorm else None
+
+
+def local_row(
+    statistics: Tensor,
+    *,
+    order: float,
+    layout: Layout | None,
+    state: StepState,
+    loss: Tensor | None,
+    overflow: Tensor | None,
+) -> Tensor:
+    """This rank's contribution to the decision: the numbers named by RANK_ROW.
+
+    Args:
+        statistics: [5, n] as `kernels.measure` returns them.
+        order: p of the norm.
+        layout: None for one rank.
+        state: its scale and step number reveal ranks that diverged.
+        loss: 0-d; None if this rank has none.
+        overflow: 0-d, above 0 if `unscale_` found NaN or Inf.
+    """
+    norms, largest, _, nan, inf = statistics.unbind()
+    weights = 1.0 if layout is None else layout.weights(norms)
+    power = norms.amax() if order == math.inf else ((norms**order) * weights).sum()
+    is_bad = nan + inf > 0
+    nonfinite = (nan + inf).sum() if overflow is None else (nan + inf).sum() + overflow.to(norms.device, norms.dtype)
+    # argmax returns the first of equal values; in the flipped list that is the first gradient in backward order.
+    first_bad = torch.where(is_bad.any(), len(is_bad) - 1.0 - is_bad.flip(0).to(torch.int8).argmax(), -1.0)
+    numbers = {
+        "power": torch.where(is_bad.any(), 0.0, power),
+        "nonfinite": nonfinite,
+        "first_bad": first_bad,
+        "loss": torch.zeros_like(power) if loss is None else loss.to(power.device, power.dtype),
+        "has_loss": torch.full_like(power, float(loss is not None)),
+        "largest": largest.amax(),
+        "scale": state.scale.to(power.dtype),
+        "step": (state.steps + 1).to(power.dtype),
+    }
+    return torch.stack([numbers[name] for name in RANK_ROW])
+
+
+def decide(
+    statistics: Tensor,
+    tensors: Sequence[Tensor | None],
+    clip: ClipStage,
+    state: StepState,
+    *,
+    layout: Layout | None = None,
+    is_unscaled: bool = False,
+    max_gradient: float,
+    has_float64: bool = False,
+    loss: Tensor | None = None,
+    overflow: Tensor | None = None,
+) -> Decision:
+    """Decides one step with torch operations, without a host read.
+
+    Args:
+        statistics: [5, n] of the gradients as they are.
+        tensors: the gradients.
+        clip: the clip policies.
+        state: scale and step number.
+        layout: ranks that decide together.
+        is_unscaled: True if the gradients no longer carry the scale.
+        max_gradient: the largest finite number that all of the gradients' dtypes can hold.
+        has_float64: True if some gradients are float64, so that the norm is not rounded to float32.
+        loss: 0-d, the loss of this rank.
+        overflow: 0-d, above 0 if `unscale_` found NaN or Inf.
+    """
+    order, wide = clip.order, statistics.dtype
+    row = local_row(statistics, order=order, layout=layout, state=state, loss=loss, overflow=overflow)
+    rows = row.unsqueeze(0) if layout is None else gather_rows(row, layout)
+    power, nonfinite, largest = combine(rows, order)
+    norm = power if order == math.inf else power ** (1.0 / order)
+    norm = norm if has_float64 else _rounded(norm)
+    broken = (nonfinite > 0) | ~torch.isfinite(norm)
+    if layout is not None:
+        broken = broken | disagreement(rows)
+    gradient_scale = torch.ones_like(norm) if is_unscaled else state.scale.to(wide)
+    unscaled = norm / gradient_scale
+    clipping = clip.limit(statistics[0] / gradient_scale, unscaled, tensors, gradient_scale)
+    multiplier = torch.where(broken, 1.0, clipping.factor) / gradient_scale
+    # A multiplier above 1 can overflow the gradients' own format.
+    too_large = (multiplier > 1.0) & (norm * multiplier > max_gradient)
+    overflowed = broken | too_large | ~torch.isfinite(multiplier)
+    skipped = overflowed | clipping.reject
+    clipped = clipping.factor < 1.0
+    for part in (clipping.factors, *(clipping.row_factors or ())):
+        clipped = clipped if part is None else clipped | (part < 1.0).any()
+    if clipping.value is not None:
+        clipped = clipped | (largest / gradient_scale > clipping.value)
+    nan, inf = statistics[_NAN].sum(), statistics[_INF].sum()
+    nonfinite_norm = torch.where(nan > 0, math.nan, torch.full_like(norm, math.inf))
+    numbers = {
+        "skipped": skipped,
+        "rejected": clipping.reject & ~overflowed,
+        "scale": state.scale,
+        "norm": torch.where(nonfinite > 0, nonfinite_norm, unscaled),
+        "limit": clipping.bound,
+        "clipped": clipped & ~skipped,
+        "step": state.steps + 1,
+        "nan": nan,
+        "inf": inf,
+        "largest": largest * state.scale if is_unscaled else largest,
+    }
+    values = torch.stack([numbers[name].to(wide) for name in ROW])
+    multiplier = torch.where(skipped, 1.0, multiplier)
+    return Decision(
+        skip=skipped.to(torch.float32),
+        multiplier=multiplier,
+        # Clamped to the range of float32, so that the divisor is infinite only if the multiplier is 0.
+        divisor=torch.where(multiplier > 0, (1.0 / multiplier).clamp(max=_FLOAT32.max), math.inf).to(torch.float32),
+        overflow=overflowed,
+        row=lambda: values,
+        statistics=lambda: statistics,
+        clipping=clipping,
+        rank_rows=None if layout is None else rows,
+    )
+
+
+def decide_on_host(
+    measured: Tensor | float,
+    clip: ClipByNorm,
+    state: StepState,
+    *,
+    layout: Layout | None = None,
+    is_unscaled: bool = False,
+    max_gradient: float,
+    has_float64: bool = False,
+    loss: Tensor | None = None,
+    overflow: Tensor | None = None,
+) -> Decision:
+    """`decide` in Python numbers, for CPU tensors and one ClipByNorm: 20 us instead of 300.
+
+    Args:
+        measured: statistics as for `decide`; or, on one rank, the norm alone, which must be finite.
+        clip: the clip policy; the other arguments are those of `decide`.
+    """
+    scale, step, ranks_differ, rows = state.scale.item(), int(state.steps) + 1, False, None
+    nan, inf = (0.0, 0.0) if isinstance(measured, float) else measured.sum(dim=1).tolist()[_NAN:]
+    if layout is None or isinstance(measured, float):
+        bad = nan + inf + (0.0 if overflow is None else overflow.item())
+        if isinstance(measured, float):
+            norm = measured
+        else:
+            norm = 0.0 if nan + inf else torch.linalg.vector_norm(measured[0], clip.order).item()
+    else:
+        row = local_row(measured, order=clip.order, layout=layout, state=state, loss=loss, overflow=overflow)
+        rows = gather_rows(row, layout)
+        power, bad, _ = (number.item() for number in combine(rows, clip.order))
+        norm = power if clip.order == math.inf else power ** (1.0 / clip.order)
+        ranks_differ = bool(disagreement(rows))
+    if not has_float64 and _FLOAT32.tiny <= norm <= _FLOAT32.max:
+        norm = array("f", [norm])[0]
+    broken = bad > 0 or ranks_differ or not math.isfinite(norm)
+    gradient_scale = 1.0 if is_unscaled else scale
+    coefficient = 1.0 if broken else min(1.0, clip.max_norm / (norm / gradient_scale + 1e-6))
+    multiplier = coefficient / gradient_scale
+    skipped = broken or (multiplier > 1.0 and norm * multiplier > max_gradient) or math.isinf(multiplier)
+    multiplier = 1.0 if skipped else multiplier
+    reported = norm / gradient_scale if not bad else math.nan if nan else math.inf
+    clipped = coefficient < 1.0 and not skipped
+    numbers = (skipped, False, scale, reported, clip.max_norm, clipped, step, nan, inf)
+
+    def make_row() -> Tensor:
+        largest = math.nan
+        if not isinstance(measured, float):
+            largest = (measured[1].amax() if rows is None else combine(rows, clip.order)[2]).item()
+            largest = largest * scale if is_unscaled else largest
+        return torch.tensor((*numbers, largest), dtype=torch.float64)
+
+    def read_statistics() -> Tensor:
+        if isinstance(measured, float):
+            raise RuntimeError(
+                "the gradients were not measured one by one. Without the C extension a CPU measures only their global "
+                "norm, unless the control has a subscriber or a recorder."
+            )
+        return measured
+
+    return Decision(
+        skip=_FLAGS[skipped],
+        multiplier=multiplier,
+        divisor=min(1.0 / multiplier, _FLOAT32.max) if multiplier else math.inf,
+        overflow=_FLAGS[skipped],
+        row=make_row,
+        statistics=read_statistics,
+        is_skipped=skipped,
+        rank_rows=rows,
+    )
+
+
+def _rounded(norm: Tensor) -> Tensor:
+    """Rounds once to float32 if that is a normal number, so that the norm does not depend on the number of ranks."""
+    fits = (norm >= _FLOAT32.tiny) & (norm <= _FLOAT32.max)
+    return torch.where(fits, norm.to(torch.float32).to(norm.dtype), norm)

@@ -1,0 +1,199 @@
+"""The phase of each optimizer within an iteration, and the errors for calls in the wrong order."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks.errors import ScaleMisuse
+from gradilocks.step.decide import Decision
+from gradilocks.step.gradients import elements
+from gradilocks.torch_private import version_of
+
+__all__ = ["OptimizerPhase", "Phase", "StepGuard"]
+
+
+class Phase(enum.Enum):
+    """The state of an optimizer's gradients."""
+
+    CLEAR = "no scaled loss since the last step"
+    SCALED = "gradients that carry the scale"
+    UNSCALED = "gradients after unscale_()"
+    USED = "gradients of a finished step"
+
+
+class _Mark:
+    """Weak reference to the gradient of a parameter, with its version at this time."""
+
+    def __init__(self, param: Tensor) -> None:
+        assert param.grad is not None
+        self._param, self._gradient, self._version = param, weakref.ref(param.grad), version_of(param.grad)
+
+    def gradient(self) -> Tensor | None:
+        """The gradient; None if the parameter now has a different one or none."""
+        gradient = self._gradient()
+        return gradient if gradient is not None and self._param.grad is gradient else None
+
+    def is_unchanged(self) -> bool:
+        """True if the parameter still has this gradient and it has not been written to."""
+        gradient = self.gradient()
+        return gradient is not None and version_of(gradient) == self._version
+
+    @torch.no_grad()
+    def is_nonzero(self) -> Tensor:
+        """0-d bool: True if any element is not 0.
+
+        Some scripts clear gradients with `grad.data.zero_()`, which changes neither the object nor its version.
+        """
+        gradient = self.gradient()
+        return torch.tensor(False) if gradient is None else elements(gradient).any()
+
+
+class OptimizerPhase:
+    """The phase of one optimizer.
+
+    Attributes:
+        phase: the current phase.
+        overflow: 0-d flag that `unscale_` computed; None if it was not called.
+        pending: the Decision of a `step(only=)`, until `update()` moves the scale.
+        is_stepping: True while the control steps the optimizer.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._marks: list[_Mark] = []
+        self._leftovers: list[tuple[_Mark, Tensor]] = []
+        self._watched: list[_Mark] = []
+        self.phase = Phase.CLEAR
+        self.overflow: Tensor | None = None
+        self.pending: Decision | None = None
+        self.is_stepping = False
+
+    def begin_backward(self, *, may_be_for_another_optimizer: bool) -> None:
+        """Checks and updates the phase before a scaled loss is differentiated.
+
+        Args:
+            may_be_for_another_optimizer: True if the gradients of another optimizer are not unscaled yet, so that the
+                loss may belong to that optimizer.
+
+        Raises:
+            ScaleMisuse: scaled gradients would be added to unscaled ones.
+        """
+        if self.phase is Phase.UNSCALED and any(mark.is_nonzero() for mark in self._marks):
+            if not may_be_for_another_optimizer:
+                raise ScaleMisuse(_ONTO_UNSCALED)
+            self._watched = list(map(_Mark, self._with_gradients()))
+            return
+        # A GAN's second loss may add to the used gradients of the first optimizer, which are cleared before its next
+        # backward pass. The error, and the device read that it needs, are therefore deferred to the step.
+        if self.phase is Phase.USED:
+            self._leftovers = [(mark, mark.is_nonzero()) for mark in self._marks if mark.is_unchanged()]
+        elif self._leftovers:
+            present = [(mark, flag) for mark, flag in self._leftovers if mark.gradient() is not None]
+            self._leftovers = [(mark, flag & mark.is_nonzero()) for mark, flag in present]
+        self.phase, self.overflow = Phase.SCALED, None
+
+    def end_backward(self) -> None:
+        """Checks after a scaled loss was differentiated that unscaled gradients have not changed.
+
+        Raises:
+            ScaleMisuse: scaled gradients were added to unscaled ones.
+        """
+        watched, self._watched = self._watched, []
+        if not all(mark.is_unchanged() for mark in watched):
+            raise ScaleMisuse(_ONTO_UNSCALED)
+
+    def check_step(self) -> None:
+        """Raises ScaleMisuse for a step without a scaled loss, or with gradients left over from an earlier step."""
+        if self.pending is not None:
+            raise ScaleMisuse(
+                "step(only=) was already called for this optimizer since the last update(). Call update() first."
+            )
+        if self.phase is Phase.USED:
+            raise ScaleMisuse(
+                "step() without a scaled loss since the previous step(), which was taken, skipped or failed. Call "
+                "zero_grad() and control.backward(loss) first."
+            )
+        if self.phase is Phase.CLEAR:
+            raise ScaleMisuse(
+                "step() without a scaled loss: the gradients do not carry the scale, so dividing by it would make them "
+                "too small. Call control.backward(loss) instead of loss.backward(), or pass scale=None."
+            )
+        if any(flag for _, flag in self._leftovers):
+            raise ScaleMisuse(
+                "backward() has added to gradients from before the last step() or update(). Call zero_grad() after "
+                "every step()."
+            )
+
+    def check_unscale(self) -> None:
+        """Raises ScaleMisuse for gradients that do not carry the scale."""
+        if self.phase is Phase.UNSCALED:
+            raise ScaleMisuse("unscale_() was already called since the last step; the gradients are unscaled.")
+        if self.phase is not Phase.SCALED:
+            raise ScaleMisuse("unscale_() without a scaled loss. Call control.backward(loss) first.")
+
+    def note_unscaled(self, overflow: Tensor) -> None:
+        """Records that the gradients were unscaled in place."""
+        self._enter(Phase.UNSCALED, overflow)
+
+    def note_used(self) -> None:
+        """Records that a step used the gradients, or that the scale has moved without one."""
+        self._enter(Phase.USED)
+
+    def note_cleared(self) -> None:
+        """Records that zero_grad() cleared the gradients."""
+        self._enter(Phase.CLEAR)
+
+    def has_used_gradients(self) -> bool:
+        """True if the gradients of a finished step have been neither cleared nor replaced."""
+        return self.phase is Phase.USED and any(mark.is_unchanged() and mark.is_nonzero() for mark in self._marks)
+
+    def _enter(self, phase: Phase, overflow: Tensor | None = None) -> None:
+        self.phase, self.overflow, self._leftovers = phase, overflow, []
+        params = [] if phase is Phase.CLEAR else self._with_gradients(only_ends=True)
+        self._marks = list(map(_Mark, params))
+
+    def _with_gradients(self, *, only_ends: bool = False) -> list[Tensor]:
+        """The parameters with a gradient; with `only_ends` the first and last, since gradients are cleared together."""
+        groups = self._optimizer.param_groups
+        if not only_ends:
+            return [p for group in groups for p in group["params"] if p.grad is not None]
+        first = next((p for group in groups for p in group["params"] if p.grad is not None), None)
+        last = next((p for group in reversed(groups) for p in reversed(group["params"]) if p.grad is not None), None)
+        return [p for p in (first, last) if p is not None]
+
+
+_ONTO_UNSCALED = (
+    "backward() adds scaled gradients to gradients that unscale_() has already unscaled. Call step() first, or "
+    "zero_grad() to discard them."
+)
+
+
+class StepGuard:
+    """A step pre-hook that rejects `optimizer.step()` while the gradients carry the scale of a control.
+
+    Args:
+        phase: phase of the optimizer. The reference is weak, so that the hook does not keep the control alive.
+    """
+
+    def __init__(self, phase: OptimizerPhase) -> None:
+        self._phase = weakref.ref(phase)
+
+    def __call__(self, *_: Any) -> None:
+        phase = self._phase()
+        if phase is None or phase.is_stepping:
+            return
+        if phase.phase is Phase.SCALED:
+            raise ScaleMisuse(
+                "optimizer.step() while the gradients carry the scale of a GradientControl. Call control.step(), or "
+                "control.unscale_() first."
+            )
+        if phase.has_used_gradients():
+            raise ScaleMisuse(
+                "optimizer.step() after control.step(): the gradients were used and may still carry the scale. Remove "
+                "optimizer.step(); control.step() has already stepped the optimizer."
+            )

@@ -1,0 +1,285 @@
+"""One step of the optimizers that step together: measure, decide, update."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks import kernels
+from gradilocks.errors import NoGradients
+from gradilocks.kernels.pointer_table import is_capturing, upload
+from gradilocks.ranks.layout import Layout, local
+from gradilocks.step.clip_stage import ClipStage
+from gradilocks.step.decide import Decision, clip_rule, decide, decide_on_host
+from gradilocks.step.gradients import check_float16, find, first_device, largest_finite, parameters
+from gradilocks.step.measure import statistics_of
+from gradilocks.step.state import StepState
+from gradilocks.step.update import can_bypass_step, update, uses_amp_arguments
+from gradilocks.torch_private import mark_stepped
+
+__all__ = ["StepPlan"]
+
+
+class StepPlan:
+    """Runs the steps of optimizers that step together, and holds the tables and policies that these steps reuse.
+
+    With the common policies, gradients on a GPU take the recorded step, and on a CPU the host decides. Everything else
+    runs as torch operations on the device.
+
+    Args:
+        optimizers: the optimizers that step together.
+        names: names of their parameters.
+        groups: number and name of each parameter's param group.
+        state: scale and counters, shared by all plans of a control.
+        policies: clip policies.
+        layout: distribution of these parameters over ranks; None for one rank.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Any],
+        names: Sequence[str],
+        groups: Sequence[tuple[int, str | None]],
+        state: StepState,
+        policies: Sequence[Any],
+        layout: Layout | None,
+    ) -> None:
+        self.optimizers, self.names, self.layout = tuple(optimizers), names, layout
+        self.params = parameters(optimizers)
+        self.clip = ClipStage(policies, self.params, names, groups, layout)
+        self.names_by_rank: tuple[Sequence[str], ...] | None = None
+        """Names on every rank, or one list if all are equal; None until the ranks have exchanged them."""
+        self._state = state
+        dtypes = {param.dtype for param in self.params}
+        self._has_cpu_kernels = kernels.has_kernels("cpu")
+        self._has_float16 = torch.float16 in dtypes
+        self._has_float64 = bool(dtypes & {torch.float64, torch.complex128})
+        self._max_gradient = largest_finite(self.params)
+        rules = state.rules
+        self._rule = clip_rule(policies) if rules is not None else None
+        self._scale_moves = rules is None or rules.moves
+        self._recorded: Any = None
+        self._fused: Any = None
+        self._bypasses_step = False
+        self._recorded_scale: Tensor | None = None
+
+    def step(
+        self,
+        *,
+        is_unscaled: bool,
+        moves: bool,
+        overflow: Tensor | None = None,
+        loss: Tensor | None = None,
+        detail: bool = False,
+    ) -> Decision:
+        """Takes or skips one step.
+
+        Args:
+            is_unscaled: True if the gradients no longer carry the scale.
+            moves: True if the scale moves after this step.
+            overflow: 0-d flag that `unscale_` computed; None if it was not called.
+            loss: 0-d, the loss of this rank.
+            detail: True to measure every gradient separately, even if the decision does not need it.
+        """
+        if self._has_float16 and self._state.policy is not None and not is_unscaled:
+            self._check_float16()
+        if self._prepare_recorded():
+            addresses = self._recorded.addresses_of([param.grad for param in self.params])
+            if addresses is not None:
+                self._check_present(any(addresses))
+                if self._fused is None:
+                    self._check_parameters()
+                moves = moves and self._scale_moves
+                slot = self._recorded.run(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
+                decision = self._recorded_decision(slot)
+                if self._fused is None:
+                    self._update(decision, find(self.params))
+                else:
+                    for optimizer in self.optimizers:
+                        mark_stepped(optimizer)
+                return decision
+        with torch.no_grad():
+            self._check_parameters()
+            tensors = find(self.params)
+            decision = self.decide(tensors, is_unscaled=is_unscaled, overflow=overflow, loss=loss, detail=detail)
+            self._update(decision, tensors)
+            self.advance(decision, moves=moves)
+            return decision
+
+    def decide(
+        self,
+        tensors: Sequence[Tensor | None],
+        *,
+        is_unscaled: bool,
+        overflow: Tensor | None = None,
+        loss: Tensor | None = None,
+        detail: bool = False,
+    ) -> Decision:
+        """Measures the gradients and decides the step; changes nothing.
+
+        Args:
+            tensors: the gradients.
+            is_unscaled, overflow, loss, detail: as for `step`.
+        """
+        present = [tensor for tensor in tensors if tensor is not None]
+        self._check_present(bool(present))
+        device = first_device(self.optimizers)
+        if self._state.steps.device != device:
+            self._state.to(device)
+        options: dict[str, Any] = {
+            "layout": self.layout,
+            "is_unscaled": is_unscaled,
+            "max_gradient": self._max_gradient,
+            "has_float64": self._has_float64,
+            "loss": loss,
+            "overflow": overflow,
+        }
+        rule = self._rule if device.type == "cpu" else None
+        if rule is not None and not detail and overflow is None and self.layout is None and not self._has_cpu_kernels:
+            # In plain torch the global norm alone takes half the time of a norm for each gradient.
+            norm = kernels.norm(present, self.clip.order) if _are_on_cpu(present) else math.nan
+            if math.isfinite(norm):
+                return decide_on_host(float(norm), rule, self._state, **options)
+        if present:
+            # Only policies beyond the plain rules use the largest magnitude.
+            is_detailed = detail or self._rule is None
+            statistics = statistics_of(tensors, order=self.clip.order, detail=is_detailed).to(device)
+        else:  # The other ranks wait for this one, so it contributes zeros.
+            statistics = torch.zeros(len(kernels.STATISTICS), len(tensors), dtype=torch.float64, device=device)
+        if rule is not None:
+            return decide_on_host(statistics, rule, self._state, **options)
+        return decide(statistics, tensors, self.clip, self._state, **options)
+
+    @torch.no_grad()
+    def advance(self, decision: Decision, *, moves: bool) -> None:
+        """Counts a decided step, moves the scale and updates the clip policies."""
+        state = self._state
+        state.steps += 1
+        if decision.is_skipped is not None:
+            state.streak.add_(1) if decision.is_skipped else state.streak.zero_()
+            if moves:
+                state.move_on_host(decision.is_skipped)
+            return
+        state.streak.copy_(torch.where(decision.overflow, state.streak + 1, 0))
+        if decision.clipping is not None:
+            self.clip.update(decision.clipping, decision.skip == 0)
+        if moves:
+            state.move(decision.overflow, decision.largest, keep_scale=(decision.skip > 0) & ~decision.overflow)
+
+    def _update(self, decision: Decision, tensors: Sequence[Tensor | None]) -> None:
+        begin = 0
+        for optimizer in self.optimizers:
+            end = begin + sum(len(group["params"]) for group in optimizer.param_groups)
+            update(optimizer, tensors[begin:end], decision, begin)
+            begin = end
+
+    def _check_float16(self) -> None:
+        names = dict(zip(map(id, self.params), self.names, strict=True))
+        for optimizer in self.optimizers:
+            if not uses_amp_arguments(optimizer):
+                params = parameters([optimizer])
+                check_float16(params, [param.grad for param in params], lambda param: names[id(param)])
+
+    def _check_parameters(self) -> None:
+        params = parameters(self.optimizers)
+        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
+            raise ValueError(
+                f"the optimizers' parameters changed: {len(params)} now, {len(self.params)} at the first step. After "
+                "add_param_group() construct a new GradientControl; load_state_dict() transfers the state."
+            )
+
+    def _check_present(self, has_any: bool) -> None:
+        if not has_any and self.layout is None:
+            raise NoGradients(
+                f"none of the {len(self.params)} parameters has a gradient. Call backward() before step(), and check "
+                "that the loss depends on the parameters of this optimizer."
+            )
+
+    # --- the recorded step ------------------------------------------------------------------------------------------
+
+    def _prepare_recorded(self) -> bool:
+        """Creates the recorded step, or replaces an outdated one; returns False if this step cannot be recorded."""
+        if self._recorded is not None and self._is_recorded_current():
+            return True
+        device = first_device(self.optimizers)
+        if self._rule is None or self._rule.order not in (1.0, 2.0, math.inf):
+            return False
+        if not kernels.has_recorded_step(device.type):
+            return False
+        if is_capturing(device):
+            raise RuntimeError(
+                "the first step creates optimizer state and tables, which a CUDA graph cannot capture. Take a step "
+                "before the capture, as torch recommends for warm-up."
+            )
+        self._state.to(device)
+        self._check_parameters()
+        from gradilocks.kernels.recorded_step import RecordedStep
+        from gradilocks.kernels.triton_kernels import TYPES, StepTensors
+        from gradilocks.optim.fused_step import FusedStep
+
+        if any(local(param).device != device or param.dtype not in TYPES for param in self.params):
+            self._rule = None
+            return False
+        self._bypasses_step = all(map(can_bypass_step, self.optimizers))
+        self._recorded_scale = self._state.scale
+        self._fused = FusedStep.make(self.optimizers) if self._bypasses_step else None
+        scale, rules = self._state.tensors, self._state.rules
+        assert rules is not None
+        numbers = [
+            self._rule.max_norm,
+            self._max_gradient,
+            rules.growth_factor,
+            rules.backoff_factor,
+            rules.growth_interval,
+            rules.min_scale,
+            rules.max_scale,
+            rules.hysteresis,
+        ]
+        tensors = StepTensors(
+            rules=upload(array("d", numbers), device),
+            scale=scale["scale"],
+            growth_tracker=scale["growth_tracker"],
+            hysteresis=scale["hysteresis"],
+            streak=self._state.streak,
+            steps=self._state.steps,
+            skip=torch.zeros((), dtype=torch.float32, device=device),
+            divisor=torch.ones((), dtype=torch.float32, device=device),
+            multiplier=torch.ones((), dtype=torch.float64, device=device),
+        )
+        self._recorded = RecordedStep(
+            self.params, tensors, order=self._rule.order, fused=self._fused, layout=self.layout
+        )
+        return True
+
+    def _is_recorded_current(self) -> bool:
+        """True if the recorded step still uses the current tensors of the state and of the optimizers."""
+        if self._recorded_scale is not self._state.scale or self._bypasses_step != all(
+            map(can_bypass_step, self.optimizers)
+        ):
+            return False
+        if self._fused is None:
+            return bool(self.params[0].device == self._state.scale.device)
+        return bool(self._fused.is_current())
+
+    def _recorded_decision(self, slot: int) -> Decision:
+        recorded = self._recorded
+        return Decision(
+            skip=recorded.skip,
+            multiplier=recorded.multiplier,
+            divisor=recorded.divisor,
+            overflow=recorded.skip,
+            row=partial(recorded.row, slot),
+            statistics=partial(recorded.statistics, slot),
+            rank_rows=None if self.layout is None else recorded.rows.clone(),
+        )
+
+
+def _are_on_cpu(tensors: Sequence[Tensor]) -> bool:
+    return {tensor.device.type for tensor in tensors} == {"cpu"}

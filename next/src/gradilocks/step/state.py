@@ -1,0 +1,120 @@
+"""The scale and the counters of a control, as tensors on the device of the gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradilocks.scale import LARGEST_SCALE, SMALLEST_SCALE, ScalePolicy, ScaleRules, initial_state
+
+if TYPE_CHECKING:
+    from gradilocks.step.decide import Decision
+
+__all__ = ["StepState"]
+
+
+class StepState:
+    """Scale, number of steps and length of the current run of non-finite steps.
+
+    All tensors are 0-d and updated in place, so that captured CUDA graphs keep reading them.
+
+    Args:
+        policy: moves the scale; None for no scaling, which is a constant scale of 1.
+    """
+
+    def __init__(self, policy: ScalePolicy | None) -> None:
+        self.policy = policy
+        rules = getattr(policy, "rules", None)
+        self.rules: ScaleRules | None = ScaleRules(moves=False) if policy is None else rules and rules()
+        """The policy in plain numbers, or None if only its `update` can express it."""
+        self.tensors: dict[str, Tensor] = dict(initial_state(1.0) if policy is None else policy.init())
+        """The policy's state, including "scale"."""
+        self.steps = torch.zeros((), dtype=torch.int64)
+        """Number of decisions so far, skipped steps included."""
+        self.streak = torch.zeros((), dtype=torch.int32)
+        """Number of consecutive non-finite steps up to now."""
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale: float32, 0-d."""
+        return self.tensors["scale"]
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Smallest and largest scale that the policy allows."""
+        return getattr(self.policy, "min_scale", SMALLEST_SCALE), getattr(self.policy, "max_scale", LARGEST_SCALE)
+
+    @property
+    def min_scale(self) -> float:
+        """The smallest scale that the policy can reach; 0 for a constant scale."""
+        low, high = self.bounds
+        return 0.0 if self.policy is None or low == high else low
+
+    def to(self, device: torch.device) -> None:
+        """Moves all tensors to `device` without a synchronization."""
+        if self.steps.device != device:
+            self.tensors = {name: _moved(tensor, device) for name, tensor in self.tensors.items()}
+            self.steps, self.streak = _moved(self.steps, device), _moved(self.streak, device)
+
+    def set_scale(self, scale: float | Tensor) -> None:
+        """Overwrites the scale."""
+        if isinstance(scale, Tensor):
+            self.scale.copy_(scale.detach().reshape(()).clamp(SMALLEST_SCALE, LARGEST_SCALE))
+        else:
+            self.scale.fill_(scale)
+
+    @torch.no_grad()
+    def move(self, overflow: Tensor, largest: Tensor, keep_scale: Tensor | None = None) -> None:
+        """Lets the policy move the scale after a step.
+
+        Args:
+            overflow: 0-d bool, a gradient contained NaN or Inf.
+            largest: 0-d, largest magnitude of the scaled gradients.
+            keep_scale: 0-d bool, True to leave the scale unchanged because a clip policy rejected the step.
+        """
+        if self.policy is None or (self.rules is not None and not self.rules.moves):
+            return
+        device = self.steps.device
+        new = self.policy.update(dict(self.tensors), overflow.to(device), largest.to(device))
+        new["scale"] = new["scale"].clamp(*self.bounds)  # A custom policy may ignore its bounds.
+        for name, tensor in self.tensors.items():
+            moved = new[name].to(tensor.dtype)
+            tensor.copy_(moved if keep_scale is None else torch.where(keep_scale.to(device), tensor, moved))
+
+    def move_for(self, decisions: Sequence[Decision], flags: Sequence[Tensor]) -> None:
+        """Lets the policy move the scale once for several optimizers that stepped one by one.
+
+        Args:
+            decisions: the decisions of the optimizers that stepped.
+            flags: 0-d overflow flags, above 0 for an overflow, of optimizers that were unscaled but did not step.
+        """
+        device = self.steps.device
+        overflows = [*(decision.overflow for decision in decisions), *flags]
+        overflow = torch.stack([flag.to(device, torch.float32) for flag in overflows]).amax() > 0
+        if not decisions:
+            self.move(overflow, torch.full_like(self.scale, math.nan))
+            return
+        largest = torch.stack([decision.largest.to(device) for decision in decisions]).amax()
+        is_skipped = torch.stack([decision.skip.to(device) for decision in decisions]).amin() > 0
+        self.move(overflow, largest, keep_scale=is_skipped & ~overflow)
+
+    def move_on_host(self, overflow: bool) -> None:
+        """`move` for CPU tensors and plain rules: a finite step that does not grow the scale only counts up."""
+        rules = self.rules
+        if rules is not None and not rules.moves:
+            return
+        tracker = self.tensors["growth_tracker"]
+        if rules is not None and not overflow and tracker.item() + 1 < rules.growth_interval:
+            tracker += 1
+        else:
+            self.move(torch.tensor(overflow), torch.tensor(math.nan))
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    source = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+    # A copy to the host must be synchronous, or it could be read too early.
+    return source.to(device, non_blocking=device.type == "cuda")

@@ -1,0 +1,171 @@
+"""Application of a Decision: step the optimizer or leave it bit for bit unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks import kernels
+from gradilocks.optim.optimizers import SinglePassOptimizer
+from gradilocks.step.decide import Decision
+from gradilocks.step.gradients import device_indices
+from gradilocks.step.phase import StepGuard
+from gradilocks.torch_private import has_other_hooks, supports_amp_scaling
+
+__all__ = ["amp_arguments", "apply_in_place", "can_bypass_step", "update", "uses_amp_arguments"]
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def update(optimizer: Any, tensors: Sequence[Tensor | None], decision: Decision, begin: int = 0) -> None:
+    """Steps one optimizer with the unscaled, clipped gradients, or leaves it unchanged.
+
+    Args:
+        optimizer: any object with `param_groups` and `step`.
+        tensors: the gradients of its parameters, in order.
+        decision: the decision of this step.
+        begin: index of its first parameter among all parameters of the decision.
+    """
+    if decision.is_skipped:
+        return
+    is_decided = decision.is_skipped is not None
+    if uses_amp_arguments(optimizer) and (is_decided or not _needs_host_decision(optimizer, tensors, decision.skip)):
+        if decision.clipping is not None:
+            _apply_per_tensor(decision, tensors, begin)
+        # A Python number comes from a host decision, for which skipped steps have already returned above.
+        is_on_host = not isinstance(decision.divisor, Tensor)
+        divisor = (
+            None if is_on_host and decision.divisor == 1.0 else torch.as_tensor(decision.divisor, dtype=torch.float32)
+        )
+        with amp_arguments(optimizer, divisor, None if is_on_host else decision.skip):
+            optimizer.step()
+        return
+    if not bool(decision.skip):  # The host decides: this optimizer cannot skip by itself.
+        apply_in_place(decision, tensors, begin)
+        optimizer.step()
+
+
+def apply_in_place(decision: Decision, tensors: Sequence[Tensor | None], begin: int = 0) -> None:
+    """Unscales and clips the gradients in place."""
+    if decision.clipping is not None:
+        _apply_per_tensor(decision, tensors, begin)
+    multiplier = torch.as_tensor(decision.multiplier, dtype=torch.float64)
+    for on_device, _ in _by_device(tensors):
+        kernels.multiply_(on_device, multiplier.to(on_device[0].device))
+
+
+def _apply_per_tensor(decision: Decision, tensors: Sequence[Tensor | None], begin: int) -> None:
+    """Applies the factors of single gradients and rows and the bound on elements in place."""
+    clipping = decision.clipping
+    if clipping is None or (clipping.factors is None and clipping.row_factors is None and clipping.value is None):
+        return
+    taken = decision.skip == 0
+    if clipping.row_factors is not None:
+        for tensor, factor in zip(tensors, clipping.row_factors[begin:], strict=False):
+            if tensor is not None and factor is not None:
+                shape = (-1, *(1,) * (tensor.dim() - 1)) if tensor.dim() > 1 else ()
+                chosen = torch.where(taken, factor, 1.0).reshape(shape).to(tensor.device)
+                tensor.copy_(tensor.to(chosen.dtype) * chosen)
+    for on_device, indices in _by_device(tensors):
+        device = on_device[0].device
+        if clipping.factors is not None:
+            chosen = torch.where(taken, clipping.factors, 1.0)
+            chosen = chosen[device_indices(tuple(begin + i for i in indices), chosen.device)]
+            kernels.multiply_(on_device, chosen.to(device))
+        if clipping.value is not None:
+            # The elements still carry the scale, and the clip factor is applied after the clamp.
+            bound = clipping.value / decision.multiplier
+            kernels.clamp_(on_device, torch.where(taken, bound, torch.inf).to(device))
+
+
+def _by_device(tensors: Sequence[Tensor | None]) -> Iterator[tuple[list[Tensor], list[int]]]:
+    """Yields the tensors of each device and their indices, without None."""
+    indices: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor is not None:
+            indices.setdefault(tensor.device, []).append(i)
+    for members in indices.values():
+        yield [tensor for i in members if (tensor := tensors[i]) is not None], members
+
+
+def _step_function(optimizer: Any) -> Any:
+    """The function behind `optimizer.step`, without the wrappers of torch: LR schedulers, profiler and step hooks.
+
+    Other wrappers are not removed, because they must be called.
+    """
+    function = optimizer.step
+    while True:
+        function = getattr(function, "__func__", function)
+        is_of_torch = getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.")
+        if not is_of_torch or not hasattr(function, "__wrapped__"):
+            return function
+        function = function.__wrapped__
+
+
+_FUSED_STEPS: tuple[Any, ...] = tuple(
+    map(_step_function, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad))
+)
+_OWN_STEP: Any = _step_function(SinglePassOptimizer)
+
+
+def uses_amp_arguments(optimizer: Any) -> bool:
+    """True if the step is ours or torch's own fused one, which unscales by `grad_scale` and skips by `found_inf`.
+
+    A subclass or wrapper with a `step` of its own may ignore both, so only the identical function counts.
+    """
+    step = _step_function(optimizer)
+    if step is _OWN_STEP:
+        return True
+    is_fused = supports_amp_scaling(optimizer) and all(group.get("fused") for group in optimizer.param_groups)
+    return is_fused and step in _FUSED_STEPS
+
+
+def can_bypass_step(optimizer: Any) -> bool:
+    """True if kernels may replace the call of `optimizer.step`: it is ours, with no hooks but the control's own."""
+    return (
+        _step_function(optimizer) is _OWN_STEP
+        and not has_other_hooks(optimizer, StepGuard)
+        and getattr(optimizer, "grad_scale", None) is None
+    )
+
+
+def _needs_host_decision(optimizer: Any, tensors: Sequence[Tensor | None], skip: Tensor) -> bool:
+    """True if the host must read the skip flag for this step, because torch's fused step would skip incorrectly.
+
+    Fused SGD without momentum buffers: torch allocates them uninitialised, and a skipped step leaves them so; the next
+    step would add garbage to the weights (20 of 20 tries with torch 2.13). Gradients on another device than the flag:
+    torch copies the flag there without waiting.
+    """
+    if isinstance(optimizer, torch.optim.SGD) and not isinstance(optimizer, SinglePassOptimizer):
+        for group in optimizer.param_groups:
+            if group["momentum"] and any(
+                param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
+                for param in group["params"]
+            ):
+                return True
+    return any(tensor is not None and tensor.device != skip.device for tensor in tensors)
+
+
+@contextmanager
+def amp_arguments(optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> Iterator[None]:
+    """Sets `grad_scale` and `found_inf` on a fused optimizer for one step and restores them afterwards.
+
+    If the user has set a `grad_scale`, the two are multiplied.
+    """
+    before = {name: getattr(optimizer, name) for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)}
+    preset = before.get("grad_scale")
+    if preset is not None:
+        grad_scale = preset if grad_scale is None else grad_scale * preset
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+    try:
+        yield
+    finally:
+        for name in ("grad_scale", "found_inf"):
+            if name in before:
+                setattr(optimizer, name, before[name])
+            else:
+                delattr(optimizer, name)

@@ -1,0 +1,815 @@
+"""Findings: what is wrong with a run, and the verdict on it.
+
+Rules are ordered in tiers. A problem in one tier ends the search: what later rules would see follows from it.
+Thresholds are chosen so that the healthy runs of the tests, which are of many kinds, raise no alarm.
+
+Sentences are templates, filled from the numbers that the finding carries, so a sentence cannot contradict its numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradilocks.view.columns import Columns, Floats, Summary, columns, json_number, median, summarize, to_float
+from gradilocks.view.runfile import Record, Run
+from gradilocks.view.text import clean, count, number, percent, scale_text, some_of
+
+__all__ = ["Finding", "Verdict", "find", "verdict"]
+
+Rows = NDArray[np.int64]
+Severity = Literal["problem", "warning", "note"]
+
+SKIP_ADVICE = "`gradilocks run --guard skip` or a GradientControl skips such steps."
+SETTLING = 50
+"""Steps in which a dynamic scale may still search: from 2^16 it takes up to 16 skips, and more from a larger scale."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One observation about a run."""
+
+    rule: str
+    """The name of the rule, a heading in the documentation."""
+    severity: Severity
+    """problem: the training is broken; warning: look at it; note: good to know."""
+    title: str
+    text: str
+    """The evidence, then what to do."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """The numbers in title and text, by name."""
+    step: int | None = None
+    """The first step concerned."""
+    culprit: str | None = None
+    """The origin of NaN or Inf, or the tensor concerned."""
+    optimizer: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {**vars(self), "numbers": {name: json_number(value) for name, value in self.numbers.items()}}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One sentence about a run."""
+
+    text: str
+    severity: Literal["ok", "warning", "problem"]
+
+
+class _Shown:
+    """A number in a template: `{x}` formats it by its name, `{x:step}` adds the noun."""
+
+    def __init__(self, name: str, value: float) -> None:
+        self.name, self.value = name, value
+
+    def __format__(self, noun: str) -> str:
+        if noun:
+            return count(int(self.value), noun)
+        if self.name.endswith("share"):
+            return percent(self.value)
+        if self.name.endswith("scale"):
+            return scale_text(self.value)
+        return f"{self.value:,}" if isinstance(self.value, int) else number(self.value)
+
+
+def _finding(
+    severity: Severity,
+    title: str,
+    text: str = "",
+    *,
+    values: dict[str, Any],
+    rule: str = "",
+    culprit: str | None = None,
+) -> Finding:
+    """Fills the templates from the values; `step` among them is the first step concerned."""
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+    numbers = {name: value for name, value in plain.items() if not isinstance(value, str)}
+    shown = {**plain, **{name: _Shown(name, value) for name, value in numbers.items()}}
+    title, text = title.format_map(shown), text.format_map(shown)
+    return Finding(rule, severity, title, text, numbers, step=numbers.get("step"), culprit=culprit)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The steps of one optimizer, as the rules get them."""
+
+    run: Run
+    steps: Columns
+    summary: Summary
+    has_others: bool
+    """True if the run has several optimizers: one may raise the loss that another lowers."""
+
+    def step(self, row: int | np.int64) -> int:
+        """The step number of a row."""
+        return int(self.steps.step[row])
+
+
+def find(run: Run) -> list[Finding]:
+    """All findings of a run, problems first."""
+    all_steps = columns(run)
+    found: list[Finding] = []
+    for steps in all_steps:
+        found += _search(Case(run, steps, summarize(run, steps), has_others=len(all_steps) > 1))
+    found += _ending(run)
+    order = {"problem": 0, "warning": 1, "note": 2}
+    return sorted(found, key=lambda finding: order[finding.severity])
+
+
+def _search(case: Case) -> list[Finding]:
+    found: list[Finding] = []
+    for tier in TIERS:
+        for rule in tier:
+            finding = rule(case)
+            if finding is not None:
+                title = f"{case.steps.label}: {finding.title}" if case.has_others else finding.title
+                found.append(replace(finding, rule=rule.__name__, title=title, optimizer=case.steps.optimizer))
+        if any(finding.severity == "problem" for finding in found):
+            break
+    return found
+
+
+def verdict(run: Run, findings: list[Finding] | None = None) -> Verdict:
+    """One sentence about a run: its first problem or warning with the culprit, or that there is none."""
+    findings = find(run) if findings is None else findings
+    worst = findings[0] if findings else None
+    if worst is not None and worst.severity != "note":
+        nonfinite = [finding for finding in findings if finding.rule in NONFINITE_RULES and finding.culprit]
+        is_explained = nonfinite and worst.rule in (*NONFINITE_RULES, "diverged")
+        where = f"; {nonfinite[0].culprit}" if is_explained else ""
+        return Verdict(f"{worst.severity.capitalize()}: {worst.title}{where}.", worst.severity)
+    summaries = [summarize(run, steps) for steps in columns(run)]
+    steps = count(max(summary.steps for summary in summaries), "step")
+    if len(summaries) > 1:
+        return Verdict(f"Healthy: {steps} of {len(summaries)} optimizers.", "ok")
+    first, final = summaries[0].first_loss, summaries[0].final_loss
+    if math.isnan(first):
+        return Verdict(f"No problem found in {steps}.", "ok")
+    word = "Healthy:" if final < first else "No problem found:"
+    return Verdict(f"{word} {steps}, loss {number(first)} → {number(final)}.", "ok")
+
+
+# --- tier 1: the loss or the weights are lost -------------------------------------------------------------------------
+
+
+def diverged(case: Case) -> Finding | None:
+    """The loss rose a hundredfold with the gradient norm or the updates, or tenfold without coming back.
+
+    In healthy runs with moving targets (reinforcement learning) the loss may rise a hundredfold, but the norm only
+    tenfold. When a task gets harder both may rise, but not the updates. With several optimizers, the loss that one of
+    them raises may be another's success.
+    """
+    steps, rows, first, final = case.steps, case.steps.finite_loss, case.summary.first_loss, case.summary.final_loss
+    if len(rows) < 3:
+        return None
+    losses, norms = steps.loss[rows], steps.norm[rows]
+    ends_lost = _lost_since(steps) is not None
+    is_replaced = _weights_are_replaced(steps)
+    early, tenth = max(1, len(rows) // 20), max(1, len(rows) // 10)
+    # On the way to NaN the loss grows with every step, so the last few show how far it came.
+    level = losses[-3:].max() if ends_lost else np.median(losses[-tenth:])
+    usual = max(abs(first), float(np.median(np.abs(losses[:early]))))
+    if is_replaced:
+        # Such a model is thrown from batch to batch: some losses are small, and only their mean is large.
+        usual, level = abs(first), max(level, losses[len(losses) // 2 :].mean())
+    norm_grew = median(norms[-tenth:]) >= 30 * median(norms[:early]) > 0 and _largest_update(steps) >= 0.05
+    is_problem = level >= (1e4 if case.has_others else 100) * usual > 0 and (norm_grew or is_replaced or ends_lost)
+    # With normalization layers nothing overflows when the weights are replaced, and yet nothing is learned.
+    stays_high = is_replaced and not case.has_others and 0 < first < min(final, float(np.median(losses[-5:])))
+    if not is_problem and not (stays_high and losses.max() >= 10 * first):
+        return None
+    row = int(rows[_rise(losses, 10 * usual)])
+    cause, numbers = _cause_of_rise(case, row)
+    return _finding(
+        "problem" if is_problem else "warning",
+        ("The loss diverged" if is_problem else "The loss rose and did not come back")
+        + ": first {first_loss}, highest {highest_loss}, final {final_loss}"
+        + (", then NaN or Inf" if ends_lost else ""),
+        "It rose from step {step} on. "
+        + cause
+        + (" Continue from a checkpoint before step {step}." if row >= 10 else ""),
+        values={
+            "first_loss": first,
+            "highest_loss": losses.max(),
+            "final_loss": final,
+            "step": case.step(row),
+            **numbers,
+        },
+    )
+
+
+def _rise(losses: Floats, bound: float) -> int:
+    """Index of the first loss above a bound from which on most losses are."""
+    above = losses > bound
+    share = np.cumsum(above[::-1])[::-1] / np.arange(len(above), 0, -1)
+    candidates = np.flatnonzero(above & (share > 0.5))
+    return int(candidates[0]) if len(candidates) else int(np.argmax(losses))
+
+
+def _cause_of_rise(case: Case, row: int) -> tuple[str, dict[str, float]]:
+    """A template on the likely cause of a rise of the loss: the learning rate, or a batch; and its numbers."""
+    loss, lr = case.steps.loss, case.steps.lr
+    old, new = median(lr[max(0, row - 30) : max(0, row - 10)]), float(np.max(lr[max(0, row - 3) : row + 1]))
+    before = median(loss[max(0, row - 10) : row])
+    numbers = {"old_lr": old, "new_lr": new, "loss_before": before, "loss_at_rise": loss[row]}
+    rate = "" if math.isnan(new) else " ({new_lr})"
+    if new >= 2 * old > 0:
+        cause = "The learning rate had just risen from {old_lr} to {new_lr}: lower its peak, or lengthen the warm-up."
+    elif row >= 10 and loss[row] >= 100 * before > 0 and before <= 3 * case.summary.first_loss:
+        cause = "It rose in one step, from about {loss_before} to {loss_at_rise}: check the batch of that step first, "
+        cause += f"then the learning rate{rate}. ClipByNorm or SkipSpikes limits what one batch can do."
+    else:
+        cause = f"Lower the learning rate{rate} to a tenth, or try a longer warm-up or a limit on the norm."
+    return cause, numbers
+
+
+def _weights_are_replaced(steps: Columns) -> bool:
+    """True if one step changed a third of the weights by more than their own norm.
+
+    Weights that begin at zero have a ratio of 1 or Inf in their first step, and biases often begin there.
+    """
+    updates = steps.updates[:, _weights(steps)]
+    return updates.size > 0 and bool(((updates >= 1.5) & np.isfinite(updates)).mean(axis=1).max() >= 1 / 3)
+
+
+def _largest_update(steps: Columns) -> float:
+    """The largest update of a step, as the median over its weights; Inf if none is recorded."""
+    medians = [median(row) for row in steps.updates[1:, _weights(steps)]]
+    return max((value for value in medians if not math.isnan(value)), default=math.inf)
+
+
+def _weights(steps: Columns) -> Rows:
+    """Columns of the tensors that are not biases."""
+    return np.array([i for i, name in enumerate(steps.names) if not name.endswith("bias")], dtype=np.int64)
+
+
+def corrupt_weights(case: Case) -> Finding | None:
+    """Steps were applied with NaN or Inf in the gradients."""
+    steps = case.steps
+    rows = np.flatnonzero(steps.nonfinite & steps.applied)
+    if not len(rows):
+        return None
+    first = rows[0]
+    before = steps.loss[:first][np.isfinite(steps.loss[:first])]
+    numbers = {"step": case.step(first), "applied": len(rows), "rank": steps.rank[first]}
+    numbers |= {"loss_before": before[-1]} if len(before) else {}
+    rank = " on rank {rank}" if steps.rank[first] >= 0 else ""
+    origin, culprit = _origin(case, rows)
+    if (~steps.nonfinite & ~steps.lost_loss)[first + 1 :].any():
+        return _finding(
+            "warning",
+            "{applied:step} applied with NaN or Inf in the gradients" + rank + " (first: step {step})",
+            "{origin}Loss and gradients were finite again later, but some weights may contain NaN or Inf: check them "
+            "before you use a checkpoint. " + SKIP_ADVICE,
+            values={"origin": origin, **numbers},
+            culprit=culprit,
+        )
+    # With a finite loss the weights were still good when the step began.
+    earlier = "" if np.isfinite(steps.loss[first]) else " (or earlier)"
+    return _finding(
+        "problem",
+        "Weights contain NaN or Inf since step {step}" + earlier,
+        f"Step {{step}} was applied with NaN or Inf in the gradients{rank}. {{origin}}"
+        + ("The last loss before it was {loss_before}. " if len(before) else "")
+        + "Continue from a checkpoint before step {step}. "
+        + SKIP_ADVICE,
+        values={"origin": origin, **numbers},
+        culprit=culprit,
+    )
+
+
+def nonfinite_loss(case: Case) -> Finding | None:
+    """The loss was NaN or Inf, and that did not get into the weights."""
+    steps = case.steps
+    rows = np.flatnonzero(steps.lost_loss)
+    if not len(rows) or (steps.nonfinite & steps.applied).any():
+        return None
+    are_skipped = steps.skipped[rows].all()
+    text = "{origin}" + (
+        "These steps were skipped" if are_skipped else "The gradients were finite, or the step skipped"
+    )
+    text += ", so the weights are not affected. "
+    text += "Check the batches, and what the loss divides by or takes the logarithm of."
+    since = _lost_since(steps)
+    if since == 0 or (since is not None and len(steps) - since >= 3):
+        origin, culprit = _origin(case, rows[rows >= since])
+        title = (
+            "The loss is NaN or Inf in every step" if since == 0 else "The loss has been NaN or Inf since step {step}"
+        )
+        return _finding("problem", title, text, values={"step": case.step(since), "origin": origin}, culprit=culprit)
+    title = "The loss was NaN or Inf in {lost_losses:step} (first: step {step})"
+    origin, culprit = _origin(case, rows)
+    values = {"step": case.step(rows[0]), "lost_losses": len(rows), "origin": origin}
+    return _finding("warning", title, text, values=values, culprit=culprit)
+
+
+def skipped_steps(case: Case) -> Finding | None:
+    """Steps were skipped for NaN or Inf in the gradients while the loss was finite.
+
+    After a dynamic scale has settled, torch's rule costs one step in 2,000.
+    """
+    steps = case.steps
+    rows = np.flatnonzero(steps.skipped & ~steps.rejected & ~steps.lost_loss)
+    if not len(rows):
+        return None
+    late = int((rows >= SETTLING).sum())
+    late_share = late / max(1, len(steps) - SETTLING) if late >= 3 else 0.0
+    longest = max(len(part) for part in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1))
+    scale = steps.scale[rows[-1]]
+    has_scale = bool((steps.scale[rows] > 1).any())
+    is_stuck = longest >= 20 and rows[-1] == len(steps) - 1
+    severity: Severity = "note"
+    advice = "A dynamic scale costs a few steps."
+    if is_stuck or late_share >= 0.1:
+        severity = "problem"
+    elif late_share >= 0.01 or not has_scale or len(rows) == len(steps) >= 3:
+        severity = "warning"
+    if not has_scale:
+        advice = "Check the inputs, and divisions, logarithms and square roots."
+    elif is_stuck and scale <= 1:
+        advice = (
+            "Values overflow even at a scale of {last_scale}: check the inputs, lower the learning rate, or train in "
+        )
+        advice += "bfloat16."
+    elif is_stuck:
+        advice = "The scale was still {last_scale}: start from a smaller one."
+    elif severity != "note":
+        advice = "HeadroomScale avoids overflows; a longer growth_interval makes them rarer."
+    origin, culprit = _origin(case, rows)
+    return _finding(
+        severity,
+        "{skipped} of {steps:step} ({skipped_share}) skipped for NaN or Inf in the gradients",
+        "The first was step {step}, the longest streak {longest:step}. {origin}" + advice,
+        values={
+            "step": case.step(rows[0]),
+            "skipped": len(rows),
+            "steps": len(steps),
+            "skipped_share": len(rows) / len(steps),
+            "longest": longest,
+            "last_scale": scale,
+            "origin": origin,
+        },
+        culprit=culprit,
+    )
+
+
+NONFINITE_RULES = ("corrupt_weights", "nonfinite_loss", "skipped_steps")
+
+
+def _lost_since(steps: Columns) -> int | None:
+    """Row since which every recorded loss is NaN or Inf; None if the last one is finite."""
+    known, finite = np.flatnonzero(steps.has_loss), steps.finite_loss
+    later = known[known > finite[-1]] if len(finite) else known
+    return int(later[0]) if len(later) else None
+
+
+def _origin(case: Case, rows: Rows) -> tuple[str, str | None]:
+    """The origin of the NaN or Inf in these steps: a sentence, and the culprit where it is known.
+
+    The first step that has a culprit record counts, with the rank that knows it.
+    """
+    by_step: dict[int, list[Record]] = {}
+    for key in sorted(case.run.culprits):
+        if key[1] == case.steps.optimizer:
+            by_step.setdefault(key[0], []).append(case.run.culprits[key])
+    for step in (case.step(row) for row in rows):
+        records = sorted(by_step.get(step, []), key=lambda record: not record.get("known"))
+        if records:
+            text = clean(records[0].get("text", "")).rstrip(".")
+            if not records[0].get("known"):
+                return f"Origin unknown: {text}. ", None
+            return (
+                f"{text[:1].upper()}{text[1:]}. " if step == case.step(rows[0]) else f"Step {step:,}: {text}. "
+            ), text
+    if case.run.header.get("source") == "control":
+        return "`gradilocks run` finds the operation that produced it. ", None
+    return "", None
+
+
+# --- tier 2: the optimizer changes nothing ----------------------------------------------------------------------------
+
+
+def no_gradient(case: Case) -> Finding | None:
+    """No parameter has a gradient, or all gradients are zero although the loss is not.
+
+    A hinge or triplet loss that is solved is zero, and so are its gradients.
+    """
+    steps = case.steps
+    if len(steps) < 5:
+        return None
+    has_norm = (np.nan_to_num(steps.norm) != 0).any() or np.isfinite(steps.norms).any()
+    is_detailed = len(steps.detail) > 0 or np.isnan(steps.norm).all()
+    if not has_norm and is_detailed and not (steps.nonfinite | steps.skipped).any():
+        return _finding(
+            "warning" if case.has_others else "problem",
+            "No parameter had a gradient in {steps:step}",
+            "backward() was not called or did not reach these parameters: they are detached or frozen, or belong to "
+            "another model.",
+            values={"step": case.step(0), "steps": len(steps)},
+        )
+    zero = steps.applied & (steps.norm == 0)
+    unsolved = zero if zero.all() else zero & steps.has_loss & ~_is_solved(case)
+    if unsolved.mean() < 0.5:
+        return None
+    return _finding(
+        "problem",
+        "All gradients are zero in {zero_share} of the steps"
+        + (", and the loss is not" if (steps.loss[unsolved] != 0).all() and steps.has_loss.all() else ""),
+        "The first was step {step}. Units may be dead, or the loss multiplied by zero or clamped. In float16 small "
+        "gradients are rounded to zero: use loss scaling.",
+        values={"step": case.step(np.flatnonzero(unsolved)[0]), "zero_share": unsolved.mean()},
+    )
+
+
+def _is_solved(case: Case) -> NDArray[np.bool_]:
+    """True where the loss had fallen to a hundredth of the first: then there is little left to learn."""
+    return np.asarray(np.abs(case.steps.loss) <= 0.01 * abs(case.summary.first_loss))
+
+
+def unchanged_weights(case: Case) -> Finding | None:
+    """There are gradients, steps are applied, and the weights stay as they are."""
+    steps, rows = case.steps, case.steps.detail
+    moves = (np.nan_to_num(steps.updates) != 0).any(axis=1)
+    has_gradient = steps.applied & (steps.norm > 0) & ~_is_solved(case)
+    measured = has_gradient[rows] & ~np.isnan(steps.updates).all(axis=1)
+    if measured.sum() >= 3 and not moves[measured].any():
+        is_zero = bool((steps.lr == 0).any() and not (steps.lr != 0)[~np.isnan(steps.lr)].any())
+        return _finding(
+            "problem",
+            "No step changes the weights" + (": the learning rate is {lr}" if is_zero else ""),
+            "The update is exactly zero in all {measured:measured step} with gradients. "
+            + (
+                "Check the optimizer and the schedule."
+                if is_zero
+                else "It is rounded away (a small learning rate on bfloat16 or float16 weights: keep float32 copies, "
+                "as gradilocks.optim does), or something restores the old weights."
+            ),
+            values={"measured": int(measured.sum()), "step": case.step(0), "lr": 0.0},
+        )
+    resting = np.flatnonzero((steps.lr == 0) & steps.applied)
+    # The recorded rate is that of the first param group, and others may train: only the updates tell.
+    at_rest = np.isin(rows, resting) & measured
+    if len(resting) < max(10, 0.1 * len(steps)) or at_rest.sum() < 3 or moves[at_rest].any():
+        return None
+    return _finding(
+        "warning",
+        "The learning rate was {lr} in {resting:step}, which changed no weight",
+        "The first was step {step}, the last step {last_step}. Check whether the schedule ends before the training.",
+        values={
+            "lr": 0.0,
+            "resting": len(resting),
+            "step": case.step(resting[0]),
+            "last_step": case.step(resting[-1]),
+        },
+    )
+
+
+def clipped_before_unscale(case: Case) -> Finding | None:
+    """Gradients were clipped while they carried the loss scale, though their norm was below the limit.
+
+    The recorded limit is the one that the clip had for unscaled gradients: `max_norm / scale`. A script that multiplies
+    `max_norm` by the scale does not clip to a thousandth.
+    """
+    steps = case.steps
+    max_norm = steps.limit * steps.scale
+    wrong = steps.clipped & (steps.scale > 1) & (steps.limit < 1e-3 * steps.norm) & (steps.norm < 0.99 * max_norm)
+    rows = np.flatnonzero(wrong)
+    if len(rows) < max(5, 0.9 * steps.clipped.sum()):
+        return None
+    return _finding(
+        "problem",
+        "Gradients are clipped before they are unscaled",
+        "In {wrong} of {clipped:clipped step} the norm (median {norm}) was below the limit of {max_norm}, but the clip "
+        "saw it multiplied by the scale ({last_scale}). The steps are far too small: call "
+        "`scaler.unscale_(optimizer)` before `clip_grad_norm_`.",
+        values={
+            "wrong": len(rows),
+            "clipped": int(steps.clipped.sum()),
+            "norm": median(steps.norm[rows]),
+            "max_norm": median(max_norm[rows]),
+            "last_scale": steps.scale[rows[-1]],
+            "step": case.step(rows[0]),
+        },
+    )
+
+
+# --- tier 3: it trains, but look at this ------------------------------------------------------------------------------
+
+
+def missing_zero_grad(case: Case) -> Finding | None:
+    """Gradients are never cleared, so that each contains all earlier ones.
+
+    Such a sum grows by at most one gradient per step, smoothly, and hardly ever falls. Norms of single batches differ
+    by a tenth and more.
+    """
+    steps = case.steps
+    norm = steps.norm[steps.applied]
+    if len(norm) < 30 or not np.isfinite(norm).all() or norm.min() <= 0:
+        return None
+    later = norm[len(norm) // 10 :]
+    is_sum = (
+        _adds_up(norm[:6])
+        and norm[5] >= 1.2 * norm[0]
+        and np.median(np.abs(np.diff(later) / later[:-1])) <= 0.05
+        and (norm / np.maximum.accumulate(norm)).min() >= 0.7
+        and np.median(norm) >= 3 * norm[0]
+    )
+    if not is_sum and not _adds_up_to_limit(norm, steps.limit[steps.applied]):
+        return None
+    return _finding(
+        "warning",
+        "Gradients add up from step to step, as if zero_grad() were missing",
+        "The norm was {first_norm} in the first step and {sixth_norm} in the sixth; its median is {typical_norm}. Call "
+        "`optimizer.zero_grad()` once per step.",
+        values={
+            "first_norm": norm[0],
+            "sixth_norm": norm[5],
+            "typical_norm": case.summary.typical_norm,
+            "step": case.step(0),
+        },
+    )
+
+
+def _adds_up(norm: Floats) -> bool:
+    """True if every norm is the one before plus about one gradient."""
+    return bool(((norm[1:] >= 0.98 * norm[:-1]) & (np.diff(norm) <= 1.5 * norm[0])).all())
+
+
+def _adds_up_to_limit(norm: Floats, limits: Floats) -> bool:
+    """True if a sum of gradients rises to a fixed limit and then stays just above it, where the clip holds it."""
+    limit, first = limits[0], norm[0]
+    above = np.flatnonzero(norm > limit)
+    if not ((limits == limit).all() and len(above) and first <= 0.75 * limit and norm[1] >= 1.25 * first):
+        return False
+    rise, held = norm[: above[0] + 1], norm[above[0] + 1 :]
+    return len(held) >= 30 and _adds_up(rise) and bool(((held > limit) & (held <= limit + 3 * first)).all())
+
+
+def not_learning(case: Case) -> Finding | None:
+    """The loss did not move beyond its noise, though a fall by a tenth would have been visible.
+
+    An alarm only if the size of the updates explains it: the loss also stays level while a curriculum gets harder, or
+    when training continues from good weights.
+    """
+    steps = case.steps
+    losses = steps.loss[steps.applied & np.isfinite(steps.loss)]
+    if len(losses) < 100 or case.has_others or losses.min() <= 0 <= losses.max() or _is_warming_up(steps):
+        return None
+    x = np.arange(len(losses)) - (len(losses) - 1) / 2
+    slope = np.dot(x, losses - losses.mean()) / np.dot(x, x)
+    noise = np.sqrt(np.mean((losses - losses.mean() - slope * x) ** 2))
+    moved, error = abs(slope) * len(losses), noise * len(losses) / np.sqrt(np.dot(x, x))
+    tenths = np.array([part.mean() for part in np.array_split(losses, 10)])
+    # Means of ten windows lie 3.1 standard errors apart by chance, and hardly ever 5.
+    is_wavy = np.ptp(tenths) > 5 * noise / math.sqrt(len(losses) / 10)
+    level = abs(np.median(losses))
+    if moved > 2 * error or is_wavy or noise > 0.3 * level or moved + 3 * error > 0.1 * level:
+        return None
+    # Weights with zero gradients do not move at any learning rate.
+    updates = np.where(steps.norms > 0, steps.updates, np.nan)[:, _weights(steps)]
+    update = median(updates) if len(updates) >= 3 else math.nan
+    rate = "learning rate" if np.isnan(steps.lr).all() else "learning rate ({typical_lr})"
+    size = "A step changes a weight tensor by {update} of its norm, where about 0.001 is usual: the " + rate
+    reason = ""
+    if update < 1e-5:
+        reason = size + " is too small."
+        if (steps.scale > 1).any() and case.summary.clipped_share > 0.9:
+            reason += " Or the gradients are clipped before they are unscaled."
+    elif update > 0.1:
+        reason = size + " is too high."
+    return _finding(
+        "warning" if reason else "note",
+        "The loss did not change beyond its noise in {losses:step}",
+        "Its mean was {first_tenth} in the first tenth of the steps, {last_tenth} in the last; the noise is {noise}. "
+        + (reason or "Check that inputs and targets belong together. Trained weights may have nothing left to learn."),
+        values={
+            "losses": len(losses),
+            "first_tenth": tenths[0],
+            "last_tenth": tenths[-1],
+            "noise": noise,
+            "update": update,
+            "typical_lr": median(steps.lr),
+        },
+    )
+
+
+def _is_warming_up(steps: Columns) -> bool:
+    """True if the learning rate was highest at the end."""
+    rates = steps.lr[~np.isnan(steps.lr)]
+    return len(rates) > 0 and rates[-1] > rates[0] and bool(rates[-1] >= 0.99 * rates.max())
+
+
+def zero_gradients(case: Case) -> Finding | None:
+    """Most elements of the gradients of some tensors are exactly zero: dead units, or underflow.
+
+    Embeddings, experts and sparse models have such gradients in health, so it is an alarm only for half of the tensors
+    and a loss that did not fall.
+    """
+    steps = case.steps
+    rows = steps.norm[steps.detail] > 0
+    norms, zeros = steps.norms[rows], steps.zeros[rows]
+    weights = [i for i in _weights(steps) if not np.isnan(norms[:, i]).all()]
+    if len(norms) < 3:
+        return None
+    typical = {i: median(np.where(norms[:, i] == 0, 1.0, zeros[:, i])) for i in weights}
+    names = {i: steps.names[i] for i in weights if typical[i] >= 0.9}
+    if not names:
+        return None
+    worst = max(names, key=lambda i: typical[i])
+    losses = steps.loss[steps.finite_loss]
+    tenth = max(1, len(losses) // 10)
+    has_fallen = len(losses) >= 10 and np.median(losses[-tenth:]) < 0.9 * min(losses[0], np.median(losses[:tenth]))
+    is_alarm = 2 * len(names) >= len(weights) and len(losses) >= 10 and not has_fallen
+    return _finding(
+        "warning" if is_alarm else "note",
+        "The gradients of {tensors} of {weights:weight tensor} are mostly zero",
+        "{names}: in a typical step {zero_share} of the elements of {worst} are zero. "
+        + (
+            "In float16 small gradients are rounded to zero: use loss scaling, or a larger scale. Otherwise units are "
+            "dead, often from a learning rate that is too high."
+            if is_alarm
+            else "That is normal for embeddings, experts and other sparsely used parameters; elsewhere units may be "
+            "dead."
+        ),
+        values={
+            "tensors": len(names),
+            "weights": len(weights),
+            "zero_share": typical[worst],
+            "names": some_of(list(names.values())),
+            "worst": clean(names[worst]),
+        },
+        culprit=names[worst],
+    )
+
+
+def spikes(case: Case) -> Finding | None:
+    """The norm was ten times its usual value. An alarm only if the largest spike undid what was learned before."""
+    steps = case.steps
+    ratios = _spikes(steps.norm)
+    if not ratios:
+        return None
+    worst = max(ratios, key=lambda row: ratios[row])
+    is_guarded = {row: bool(steps.clipped[row] or steps.skipped[row]) for row in ratios}
+    after = steps.loss[worst + 1 :]
+    old, new = median(steps.loss[max(0, worst - 30) : worst]), median(after[len(after) // 2 :])
+    # A task that changes or gets harder raises the loss, too: then it falls again, or rises long after the spike.
+    jump = median(after[:10])
+    is_undone = jump >= 10 * old > 0 and 0.5 * jump <= new <= 3 * jump and new >= 0.8 * case.summary.first_loss
+    is_alarm = is_undone and len(after) >= 30 and not is_guarded[worst] and not case.has_others
+    return _finding(
+        "warning" if is_alarm else "note",
+        "The loss did not recover from a spike in the gradient norm"
+        if is_alarm
+        else "{spikes:spike} in the gradient norm",
+        "The largest was {norm} in step {step}, {ratio} times the median before it{tensor}. "
+        "Clipped or skipped: {guarded} of {spikes}."
+        + (
+            " The median loss was {loss_before} before and {loss_after} at the end. Clip the gradients, or use "
+            "SkipSpikes."
+            if is_alarm
+            else ""
+        ),
+        values={
+            "spikes": len(ratios),
+            "guarded": sum(is_guarded.values()),
+            "step": case.step(worst),
+            "norm": steps.norm[worst],
+            "ratio": ratios[worst],
+            "loss_before": old,
+            "loss_after": new,
+            "tensor": _largest_tensor(steps, worst),
+        },
+    )
+
+
+def _spikes(norm: Floats, *, window: int = 100, apart: int = 20) -> dict[int, float]:
+    """Rows of spikes, at most one in `apart` steps, and how many times the median of the window before they are."""
+    found: dict[int, float] = {}
+    last = -apart
+    smallest = norm[np.isfinite(norm) & (norm > 0)].min(initial=np.inf)
+    for row in map(int, np.flatnonzero(np.isfinite(norm) & (norm > 10 * smallest))):
+        recent = norm[max(0, row - window) : row]
+        recent = recent[np.isfinite(recent) & (recent > 0)]
+        if len(recent) < 30:
+            continue
+        usual = float(np.median(recent))
+        # With one sample per batch some norms are a hundred times others, and none of them is a spike.
+        spread = float(np.median(np.abs(np.log(recent / usual))))
+        if norm[row] <= usual * max(10.0, math.exp(min(6 * spread, 700.0))):
+            continue
+        if row - last < apart and norm[row] > norm[last]:
+            del found[last]
+        if row - last >= apart or norm[row] > norm[last]:
+            found[row], last = float(norm[row]) / usual, row
+    return found
+
+
+def _largest_tensor(steps: Columns, row: int) -> str:
+    """Names the tensor with the largest gradient in a step, where it is recorded."""
+    where = np.flatnonzero(steps.detail == row)
+    if not len(where) or np.isnan(steps.norms[where[0]]).all():
+        return ""
+    return f", largest in {clean(steps.names[int(np.nanargmax(steps.norms[where[0]]))])}"
+
+
+def rejected_steps(case: Case) -> Finding | None:
+    """The clip policy rejected steps."""
+    rows = np.flatnonzero(case.steps.rejected)
+    if not len(rows):
+        return None
+    is_alarm = len(rows) >= max(3, 0.05 * len(case.steps))
+    return _finding(
+        "warning" if is_alarm else "note",
+        "The clip policy rejected {rejected} of {steps:step} ({rejected_share})",
+        "The first was step {step}."
+        + (" So many are not outliers: raise the threshold, or clip instead of rejecting." if is_alarm else ""),
+        values={
+            "rejected": len(rows),
+            "steps": len(case.steps),
+            "rejected_share": len(rows) / len(case.steps),
+            "step": case.step(rows[0]),
+        },
+    )
+
+
+def constant_clipping(case: Case) -> Finding | None:
+    """Nearly every step was clipped."""
+    steps = case.steps
+    if len(steps) < 50 or not case.summary.clipped_share >= 0.9 or np.isnan(steps.limit).all():
+        return None
+    is_adaptive = "adam" in str(steps.info.get("class", "")).lower()
+    return _finding(
+        "note",
+        "{clipped_share} of the applied steps were clipped",
+        "The typical norm is {typical_norm}, the limit {limit}. "
+        + (
+            "Adam divides by the size of the gradients, so this changes little."
+            if is_adaptive
+            else "The limit, not the gradient, sets the length of nearly every step: it acts as a second learning rate."
+        ),
+        values={
+            "clipped_share": case.summary.clipped_share,
+            "typical_norm": case.summary.typical_norm,
+            "limit": median(steps.limit),
+        },
+    )
+
+
+def unused_parameters(case: Case) -> Finding | None:
+    """Some parameters of the optimizer never had a gradient."""
+    steps = case.steps
+    unused = [steps.names[i] for i in np.flatnonzero(np.isnan(steps.norms).all(axis=0))]
+    if len(steps.detail) < 3 or not 0 < len(unused) < len(steps.names):
+        return None
+    text = "{names}: frozen, or not used for the loss."
+    title = "{parameters:parameter} never had a gradient"
+    return _finding(
+        "note", title, text, values={"parameters": len(unused), "names": some_of(unused)}, culprit=unused[0]
+    )
+
+
+Rule = Callable[[Case], Finding | None]
+
+TIERS: tuple[tuple[Rule, ...], ...] = (
+    (diverged, corrupt_weights, nonfinite_loss, skipped_steps),
+    (no_gradient, unchanged_weights, clipped_before_unscale),
+    (missing_zero_grad, not_learning, zero_gradients, spikes, rejected_steps),
+    (constant_clipping, unused_parameters),
+)
+
+
+# --- how the run ended ------------------------------------------------------------------------------------------------
+
+STOPPED = ("SIGINT", "SIGTERM", "SIGHUP", "KeyboardInterrupt")
+"""Statuses of a run that somebody stopped."""
+
+
+def _ending(run: Run) -> list[Finding]:
+    """Findings about the end of the run and about its file."""
+    found: list[Finding] = []
+    steps = max((len(steps) for steps in run.steps.values()), default=0)
+    if not steps:
+        text = "Training has not begun, or no optimizer was stepped while it was recorded."
+        found.append(Finding("no_steps", "warning", "No optimizer step was recorded", text))
+    end = run.end or {}
+    status, code = clean(end.get("status", "finished")), to_float(end.get("exit_code", 0))
+    values = {"steps": steps, "status": status, "code": code, "lines": run.skipped_lines}
+    if run.end is None:
+        text = "It was killed, or it is still running. This report shows what was written."
+        found.append(Finding("not_closed", "note", "The run is not closed", text))
+    elif status.startswith(STOPPED):
+        found.append(_finding("note", "The run was stopped after {steps:step} ({status})", values=values, rule="ended"))
+    elif status != "finished":
+        found.append(_finding("problem", "The script failed after {steps:step}: {status}", values=values, rule="ended"))
+    elif code:
+        title = "The script exited with status {code} after {steps:step}"
+        found.append(_finding("warning", title, values=values, rule="ended"))
+    if run.skipped_lines:
+        title = "{lines:line} of the file could not be read"
+        found.append(_finding("note", title, values=values, rule="unreadable_lines"))
+    return found

@@ -1,0 +1,170 @@
+"""Wrong arguments raise an error that states the fact, the value and the fix, and change nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from control.given_gradients import assert_same, contents, parameter, take_step
+from gradilocks import ClipByNorm, ClipPerGroup, DynamicScale, GradientControl
+
+
+def sgd(*params):
+    return torch.optim.SGD(list(params), lr=0.1)
+
+
+class NoParameters:
+    def __init__(self, groups):
+        self.param_groups = groups
+
+    def step(self):
+        raise AssertionError("stepped an optimizer without parameters")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "NoneType"),
+        ("adam", "str"),
+        (torch.optim.SGD, "type"),
+        (nn.Linear(1, 1), "Linear"),
+        ([sgd(parameter(1.0))], "list"),
+        (nn.Linear(1, 1).parameters(), "generator"),
+    ],
+)
+def test_an_object_that_is_no_optimizer_raises(given, words):
+    for optimizers in ([given], [sgd(parameter(1.0)), given]):
+        with pytest.raises(TypeError, match=r"GradientControl takes optimizers .*Pass the model as model=") as caught:
+            GradientControl(*optimizers)
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("groups", [[], [{"params": []}]])
+def test_a_control_without_parameters_raises(groups):
+    with pytest.raises(ValueError, match="no parameters"):
+        GradientControl(NoParameters(groups))
+    with pytest.raises(ValueError, match="no parameters"):
+        GradientControl(sgd(parameter(1.0)), NoParameters(groups))
+    with pytest.raises((TypeError, ValueError), match="optimizer"):
+        GradientControl()
+
+
+@pytest.mark.parametrize("given", ["resnet", 3, [nn.Linear(1, 1)], nn.Linear, {"encoder": 3}, {3: nn.Linear(1, 1)}])
+def test_a_model_that_is_no_module_raises(given):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
+        GradientControl(sgd(parameter(1.0)), model=given)
+
+
+@pytest.mark.parametrize("given", ["Dynamic", True, [1.0], DynamicScale, torch.tensor(2.0), {}])
+def test_a_scale_of_a_wrong_type_raises(given):
+    with pytest.raises(TypeError, match=r"scale must be None, 'dynamic', a number or a scale policy"):
+        GradientControl(sgd(parameter(1.0)), scale=given)
+
+
+@pytest.mark.parametrize("given", [0, -1.0, math.inf, math.nan, 1e-45, 1e39])
+def test_a_scale_that_cannot_be_divided_by_raises(given):
+    with pytest.raises(ValueError, match="scale must be"):
+        GradientControl(sgd(parameter(1.0)), scale=given)
+
+
+@pytest.mark.parametrize("given", ["1.0", True, [1.0], ClipByNorm, torch.tensor(1.0), {}])
+def test_a_clip_of_a_wrong_type_raises(given):
+    with pytest.raises(TypeError, match="clip must be None, a number"):
+        GradientControl(sgd(parameter(1.0)), clip=given)
+
+
+@pytest.mark.parametrize("given", [-1.0, -math.inf, math.nan])
+def test_a_negative_max_norm_raises(given):
+    with pytest.raises(ValueError, match="clip must be at least 0, got"):
+        GradientControl(sgd(parameter(1.0)), clip=given)
+
+
+@pytest.mark.parametrize("order", [0.5, 9.0, 64.0, math.nan])
+def test_an_order_whose_powers_overflow_raises(order):
+    with pytest.raises(ValueError, match="order must be at least 1 and at most 8"):
+        ClipByNorm(1.0, order=order)
+
+
+@pytest.mark.parametrize("given", ["Skip", "", None, 1, True])
+def test_a_misspelt_on_nonfinite_raises(given):
+    with pytest.raises(ValueError, match=r"on_nonfinite must be 'skip' or 'raise', got"):
+        GradientControl(sgd(parameter(1.0)), on_nonfinite=given)
+
+
+@pytest.mark.parametrize(("given", "error"), [(1.5, TypeError), (True, TypeError), ("3", TypeError), (0, ValueError)])
+def test_a_bad_give_up_after_raises(given, error):
+    with pytest.raises(error, match="give_up_after must be"):
+        GradientControl(sgd(parameter(1.0)), give_up_after=given)
+
+
+def test_options_are_keyword_only_and_unknown_ones_raise():
+    with pytest.raises(TypeError):
+        GradientControl(sgd(parameter(1.0)), nn.Linear(1, 1), 1.0)
+    with pytest.raises(TypeError, match="max_norm"):
+        GradientControl(sgd(parameter(1.0)), max_norm=1.0)
+
+
+def test_a_pattern_that_matches_no_parameter_raises():
+    model = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match=r"limits\['head\.\*'\] matches no parameter. The parameters are weight, bias"):
+        GradientControl(sgd(*model.parameters()), model=model, clip=ClipPerGroup({"head.*": 1.0}))
+
+
+def bad_losses():
+    p = parameter(1.0, 2.0)
+    return {
+        "a number": (1.0, TypeError, "loss must be a floating-point tensor, got float"),
+        "None": (None, TypeError, "got NoneType"),
+        "a list": ([p.sum()], TypeError, "got list"),
+        "detached": (p.sum().detach(), ValueError, "loss does not require grad"),
+        "an integer": (torch.tensor(3), TypeError, "floating-point tensor, got torch.int64"),
+        "complex": ((p * 1j).sum(), TypeError, "floating-point tensor, got torch.complex64"),
+    }
+
+
+@pytest.mark.parametrize("case", bad_losses())
+def test_a_bad_loss_raises_and_changes_nothing(case):
+    loss, kind, words = bad_losses()[case]
+    p = parameter(1.0, 2.0)
+    optimizer = sgd(p)
+    control = GradientControl(optimizer)
+    take_step(control, (p, 1.0))
+    before = control.state_dict(), contents(optimizer)
+    control.zero_grad()
+    for method in (control.backward, control.scale_loss):
+        with pytest.raises(kind, match=words):
+            method(loss)
+    assert p.grad is None
+    assert_same((control.state_dict(), contents(optimizer)), before)
+    assert not take_step(control, (p, 1.0)).skipped
+
+
+def test_a_constructor_that_raised_leaves_the_optimizer_as_it_was():
+    p = parameter(1.0)
+    optimizer = sgd(p)
+    hooks = len(optimizer._optimizer_step_pre_hooks)
+    for options in ({"clip": -1.0}, {"scale": 0.0}, {"clip": ClipPerGroup({"no": 1.0})}, {"model": 3}):
+        with pytest.raises((ValueError, TypeError)):
+            GradientControl(optimizer, **options)
+    assert len(optimizer._optimizer_step_pre_hooks) == hooks
+    assert not take_step(GradientControl(optimizer, clip=1.0), (p, 1.0)).skipped
+
+
+def test_step_does_not_take_an_optimizer_or_a_loss():
+    p = parameter(1.0)
+    optimizer = sgd(p)
+    control = GradientControl(optimizer)
+    control.backward(p.sum())
+    for given in (optimizer, p.sum().detach()):
+        with pytest.raises(TypeError, match=r"only=optimizer"):
+            control.step(given)
+    assert not control.step().skipped
+
+
+def test_a_control_shows_what_it_was_made_with():
+    control = GradientControl(sgd(parameter(1.0)), scale=8.0, clip=1.0)
+    expected = "GradientControl(SGD, scale=StaticScale(scale=8.0), clip=[ClipByNorm(max_norm=1.0, order=2.0)])"
+    assert repr(control) == expected

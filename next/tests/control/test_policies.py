@@ -1,0 +1,175 @@
+"""Every scale and clip policy, and users' own, through a control beside a straightforward reference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import gradilocks
+from control.given_gradients import INF, NAN, parameter, take_step
+from gradilocks import (
+    AdaGC,
+    AdaptiveClip,
+    ClipByNorm,
+    ClipByValue,
+    ClipPerGroup,
+    DynamicScale,
+    GradientControl,
+    HeadroomScale,
+    QuantileClip,
+    SkipSpikes,
+    StaticScale,
+    ZScoreClip,
+    chain,
+)
+from policies.drive import Driver
+from policies.own_policies import ClipPerTensor, NotAboveTheLast, Thirds
+
+SHAPES = {"body": (5,), "embed": (4, 3), "head": (2, 2, 2), "scale": ()}
+CLIPS = {
+    "none": None,
+    "norm": ClipByNorm(1.0),
+    "norm 0": ClipByNorm(0.0),
+    "norm p=1": ClipByNorm(2.0, order=1.0),
+    "norm p=3": ClipByNorm(1.0, order=3.0),
+    "norm p=inf": ClipByNorm(0.5, order=INF),
+    "value": ClipByValue(0.4),
+    "group": ClipPerGroup({"embed": 0.5, "h*": None}, otherwise=0.7),
+    "group p=inf": ClipPerGroup({"embed": 0.5, 0: 0.6}, order=INF),
+    "rows": AdaptiveClip(0.1, exclude=("head",)),
+    "AdaGC": AdaGC(warmup=2),
+    "quantile": QuantileClip(0.5, window=4),
+    "z-score": ZScoreClip(warmup=2, threshold=0.5),
+    "spikes": SkipSpikes(window=4, min_history=2, sigmas=1.0),
+    "chain": chain(SkipSpikes(max_norm=60.0), AdaGC(warmup=1), 1.5, ClipByValue(0.5)),
+    "chain of rows": chain(AdaptiveClip(0.5), ClipPerGroup({"embed": 1.0}), 2.0),
+    "own": NotAboveTheLast(1.1),
+    "own per tensor": ClipPerTensor(0.5),
+}
+SIZES = [1.0, 0.5, 2.0, INF, 0.1, 20.0, NAN, 1.0, 3.0]
+
+
+def gradients_of(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
+    if math.isfinite(size):
+        return [gradient * size for gradient in made]
+    made[0][2] = size
+    return made
+
+
+@pytest.mark.parametrize("make", ["SGD", "SGD fused", "own SGD"])
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_clip_policy_gives_the_steps_of_the_reference(name, make):
+    check_clip_policy(name, make, "cpu")
+
+
+@pytest.mark.parametrize("name", ["norm", "norm p=3", "value", "rows", "AdaGC", "own"])
+def test_a_clip_policy_gives_the_steps_of_the_reference_on_every_device_path(name, device):
+    check_clip_policy(name, "own SGD", device)
+
+
+def check_clip_policy(name, make, device):
+    torch.manual_seed(1)
+    model = nn.ParameterDict({key: torch.randn(shape) for key, shape in SHAPES.items()}).to(device)
+    params = list(model.values())
+    optimizer = (
+        gradilocks.optim.SGD(params, lr=0.01)
+        if make == "own SGD"
+        else torch.optim.SGD(params, lr=0.01, fused="fused" in make)
+    )
+    control = GradientControl(optimizer, model=model, clip=CLIPS[name], scale=64.0)
+    driver = Driver(CLIPS[name], names=list(SHAPES), weights=[p.detach().double().cpu() for p in params])
+    expected = [p.detach().double().cpu() for p in params]
+    for step, size in enumerate(SIZES):
+        grads = gradients_of(size, step)
+        driver.weights = [p.clone() for p in expected]
+        reference = driver.step(*grads)
+        outcome = take_step(control, *zip(params, grads, strict=True))
+        if not reference.skipped:
+            expected = [p - 0.01 * g for p, g in zip(expected, reference.gradients, strict=True)]
+        assert (outcome.skipped, outcome.rejected) == (reference.skipped, reference.rejected)
+        assert outcome.clipped == reference.clipped
+        if math.isfinite(reference.norm):
+            assert outcome.norm == pytest.approx(reference.norm, rel=1e-5)
+            assert outcome.limit == pytest.approx(reference.bound, rel=1e-5)
+    for param, value in zip(params, expected, strict=True):
+        torch.testing.assert_close(param.detach().double().cpu(), value, rtol=1e-5, atol=1e-6)
+
+
+SCALES = {
+    "dynamic": DynamicScale(init_scale=2.0**10, growth_interval=2),
+    "hysteresis": DynamicScale(init_scale=2.0**10, growth_interval=3, hysteresis=2, min_scale=2.0**8),
+    "headroom": HeadroomScale(init_scale=2.0**10, growth_interval=2),
+    "static": StaticScale(2.0**10),
+    "own": Thirds(),
+}
+
+
+@pytest.mark.parametrize("clip", [None, AdaGC(warmup=1)])
+@pytest.mark.parametrize("name", SCALES)
+def test_a_scale_policy_moves_as_its_update_says(name, clip, device):
+    policy = SCALES[name]
+    p = parameter(0.0, 0.0, device=device)
+    control = GradientControl(torch.optim.SGD([p], lr=0.1), scale=policy, clip=clip)
+    state = policy.init()
+    for size in (1.0, 4.0, INF, 1.0, 1.0, 0.0, NAN, INF, 0.25, 1.0, 1.0):
+        scale = state["scale"].item()
+        assert control.scale == scale
+        outcome = take_step(control, (p, torch.tensor([size, size / 2])))
+        assert outcome.scale == scale
+        largest = torch.tensor(size * scale, dtype=torch.float64)
+        state = policy.update(state, torch.tensor(not math.isfinite(size)), largest)
+    assert control.scale == state["scale"].item()
+
+
+def test_headroom_keeps_its_margin(device):
+    p = parameter(0.0, 0.0, device=device)
+    control = GradientControl(torch.optim.SGD([p], lr=0.1), scale=HeadroomScale(init_scale=2.0**8, margin=4))
+    take_step(control, (p, torch.tensor([1.0, -0.5])))
+    assert control.scale == 2.0**11  # 2 ** 15 would be the last scale that float16 holds.
+
+
+def test_a_policy_of_the_user_never_sees_a_nonfinite_step_in_its_state(device):
+    class Average:
+        """Bounds the norm by twice the mean of all norms so far."""
+
+        def init(self):
+            return {"sum": torch.zeros((), dtype=torch.float64), "count": torch.zeros((), dtype=torch.int64)}
+
+        def limit(self, norms, total, state):
+            mean = state["sum"] / state["count"].clamp(min=1)
+            bound = torch.where(state["count"] > 0, 2.0 * mean, math.inf)
+            no = torch.zeros_like(total, dtype=torch.bool)
+            return gradilocks.clip.Limit(torch.where(total > bound, bound / total, 1.0), bound, no)
+
+        def update(self, norms, total, limit, state):
+            return {"sum": state["sum"] + total, "count": state["count"] + 1}
+
+    p = parameter(0.0, device=device)
+    control = GradientControl(torch.optim.SGD([p], lr=1.0), clip=Average(), scale=4.0)
+    limits = []
+    for size in (1.0, NAN, 3.0, INF, 100.0):
+        limits.append(take_step(control, (p, size)).limit)
+    assert [limits[0], limits[2], limits[4]] == [INF, 2.0, 4.0]
+    assert p.item() == -7.0
+    state = control.state_dict()["gradilocks"]["clip"]["0"]["0"]
+    assert (state["policy"], state["sum"].item(), state["count"].item()) == ("Average", 104.0, 3)
+
+
+def test_a_policy_of_the_user_that_leaves_the_range_of_scales_is_clamped():
+    class Explodes:
+        def init(self):
+            return {"scale": torch.ones(())}
+
+        def update(self, state, overflow, largest):
+            return {"scale": torch.where(overflow, state["scale"] * 0.0, state["scale"] * math.inf)}
+
+    p = parameter(0.0)
+    control = GradientControl(torch.optim.SGD([p], lr=0.1), scale=Explodes())
+    for gradient in (1.0, INF, 1.0):
+        take_step(control, (p, gradient))
+        assert 0.0 < control.scale < INF

@@ -1,0 +1,477 @@
+"""Small trainings with one planted fault each, at step 5 of 8: python other_faults.py NAME."""
+
+import copy
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+FAULT = sys.argv[1]
+step = 0
+
+
+def is_now():
+    return step == 5
+
+
+class Block(nn.Module):
+    """A layer that computes `function(x)` at the faulty step."""
+
+    def __init__(self, function, dim=8):
+        super().__init__()
+        self.linear, self.function = nn.Linear(dim, dim), function
+
+    def forward(self, x):
+        x = self.linear(x)
+        return self.function(x) if is_now() else x
+
+
+def around(function, dim=8):
+    """A model with a faulty block in the middle."""
+    return nn.Sequential(nn.Linear(4, dim), nn.Tanh(), Block(function, dim), nn.Linear(dim, 3))
+
+
+def train(model, loss_of=None, optimizer=None, params=None, lr=1e-2, after_backward=None):
+    global step
+    params = list(model.parameters()) if params is None else params
+    optimizer = optimizer or torch.optim.AdamW(params, lr=lr)
+    for step in range(1, 9):  # noqa: B007 (read by `is_now`)
+        x, y = torch.randn(6, 4), torch.randint(3, (6,))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y) if loss_of is None else loss_of(x, y)
+        loss.backward()
+        if after_backward is not None:
+            after_backward()
+        optimizer.step()
+
+
+class Attention(nn.Module):
+    """Written by hand; a row without any visible key becomes NaN."""
+
+    def __init__(self, dim=8, as_sub=False):
+        super().__init__()
+        self.qkv, self.as_sub = nn.Linear(dim, 3 * dim), as_sub
+
+    def forward(self, x, mask):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = (q @ k.transpose(-1, -2)).masked_fill(mask[:, None, :], float("-inf"))
+        if self.as_sub:
+            scores = (scores - scores.amax(-1, keepdim=True)).exp()
+            return scores / scores.sum(-1, keepdim=True) @ v
+        return scores.softmax(-1) @ v
+
+
+class Masked(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(Attention(**options) for _ in range(2))
+
+    def forward(self, x):
+        mask = torch.zeros(6, 5, dtype=torch.bool)
+        if is_now():
+            mask[0] = True
+        x = self.embed(x[:, None].expand(-1, 5, -1))
+        for block in self.blocks:
+            x = x + block(x, mask)
+        return self.head(x.mean(1))
+
+
+class Counter(nn.Module):
+    """Counts its calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.linear(x)
+        return x / (x - x) if self.calls == 5 else x
+
+
+class BadFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (grad - grad)
+
+
+class Physics(nn.Module):
+    """Its loss contains a derivative of its output."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.net = around(function)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def log_of_zero():
+    train(around(lambda x: (x * 0).log()))
+
+
+def where_hides_log():
+    train(around(lambda x: torch.where(x > 1e9, (x * 0).log(), x)))
+
+
+def norm_at_zero():
+    train(around(lambda x: x + (x * 0).pow(2).sum(-1, keepdim=True).pow(0.5)))
+
+
+def acos_at_one():
+    train(around(lambda x: torch.acos(torch.ones_like(x) * (1 + 0 * x))))
+
+
+def exp_overflow():
+    train(around(lambda x: (x.abs() * 1e4).exp()))
+
+
+def std_of_one():
+    train(around(lambda x: x - x[:1].std(0)))
+
+
+def layer_norm_without_eps():
+    train(around(lambda x: F.layer_norm(x * 0, (8,), eps=0.0)))
+
+
+def hidden_mask_rows():
+    model = Masked()
+    train(model, lambda x, y: F.cross_entropy(model(x)[1:], y[1:]))
+
+
+def handwritten_softmax():
+    train(Masked(as_sub=True))
+
+
+def teacher_overflows():
+    student = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    teacher = around(lambda x: (x.abs() * 1e4).exp()).requires_grad_(False)
+
+    def loss_of(x, y):
+        with torch.no_grad():
+            wanted = teacher(x)
+        return F.mse_loss(student(x), wanted)
+
+    train(student, loss_of)
+
+
+def counted_calls():
+    train(nn.Sequential(nn.Linear(4, 8), Counter(), nn.Linear(8, 3)))
+
+
+def custom_function():
+    train(around(BadFunction.apply))
+
+
+def gradient_hook():
+    def hooked(x):
+        x.register_hook(lambda grad: grad * float("inf"))
+        return x * 1
+
+    train(around(hooked))
+
+
+def saved_tensor_hook():
+    model = around(lambda x: x.tanh())
+
+    def loss_of(x, y):
+        def unpack(tensor):
+            return tensor / (tensor - tensor) if is_now() and tensor.shape == (6, 8) else tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            return F.cross_entropy(model(x), y)
+
+    train(model, loss_of)
+
+
+def reentrant_checkpoint():
+    model = around(lambda x: x / (x - x))
+
+    def loss_of(x, y):
+        return F.cross_entropy(model[3](checkpoint(model[:3], x.requires_grad_(), use_reentrant=True)), y)
+
+    train(model, loss_of)
+
+
+def reentrant_checkpoint_backward():
+    model = around(lambda x: x + (x * 0).square().sum(-1, keepdim=True).sqrt())
+
+    def loss_of(x, y):
+        return F.cross_entropy(model[3](checkpoint(model[:3], x.requires_grad_(), use_reentrant=True)), y)
+
+    train(model, loss_of)
+
+
+def reentrant_checkpoint_inside():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = around(lambda x: x + (x * 0).square().sum(-1, keepdim=True).sqrt())
+
+        def forward(self, x):
+            return checkpoint(self.body, x.requires_grad_(), use_reentrant=True)
+
+    train(Net())
+
+
+def physics_forward():
+    model = Physics(lambda x: x / (x - x))
+
+    def loss_of(x, y):
+        x.requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+    train(model, loss_of)
+
+
+def physics_script():
+    model = Physics(torch.tanh)
+
+    def loss_of(x, y):
+        x.requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return ((slope * (0 if is_now() else 1)).square().sum(-1).sqrt() - 1).square().mean()
+
+    train(model, loss_of)
+
+
+def lbfgs():
+    model = around(lambda x: x / (x - x))
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    global step
+    for step in range(1, 9):  # noqa: B007 (read by `is_now`)
+        x, y = torch.randn(6, 4), torch.randint(3, (6,))
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def sgd_with_closure():
+    model = around(lambda x: x / (x - x))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    global step
+    for step in range(1, 9):  # noqa: B007 (read by `is_now`)
+        x, y = torch.randn(6, 4), torch.randint(3, (6,))
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def inner_loop():
+    """MAML: a copy of the model and a new optimizer for every task."""
+    model = around(lambda x: x / (x - x))
+    outer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    global step
+    for step in range(1, 9):  # noqa: B007 (read by `is_now`)
+        fast = copy.deepcopy(model)
+        inner = torch.optim.SGD(fast.parameters(), lr=0.1)
+        for _ in range(2):
+            inner.zero_grad()
+            F.cross_entropy(fast(torch.randn(6, 4)), torch.randint(3, (6,))).backward()
+            inner.step()
+        for param, moved in zip(model.parameters(), fast.parameters(), strict=True):
+            param.grad = param.detach() - moved.detach()
+        outer.step()
+
+
+def script_division():
+    model = around(torch.tanh)
+    train(model, lambda x, y: F.cross_entropy(model(x), y, reduction="sum") / ((y < 0).sum() if is_now() else 6))
+
+
+def script_between():
+    encoder, decoder = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def loss_of(x, y):
+        hidden = encoder(x)
+        hidden = hidden / (hidden - hidden) if is_now() else hidden
+        return F.cross_entropy(decoder(hidden), y)
+
+    train(None, loss_of, params=[*encoder.parameters(), *decoder.parameters()])
+
+
+def script_backward():
+    model = around(torch.tanh)
+
+    def loss_of(x, y):
+        made = model(x)
+        return made.square().mean() + (made * (0 if is_now() else 1)).square().sum().sqrt()
+
+    train(model, loss_of)
+
+
+def no_modules():
+    weight = torch.randn(4, 3, requires_grad=True)
+    train(None, lambda x, y: F.cross_entropy((x @ weight) / (0 if is_now() else 1), y), params=[weight])
+
+
+def inf_in_data():
+    model = around(torch.tanh)
+
+    def loss_of(x, y):
+        if is_now():
+            x[0, 0] = float("-inf")
+        return F.cross_entropy(model(x), y)
+
+    train(model, loss_of)
+
+
+def bad_buffer():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
+
+    def loss_of(x, y):
+        if is_now():
+            model[1].running_var[0] = float("nan")
+        return F.cross_entropy(model(x), y)
+
+    train(model, loss_of)
+
+
+def evaluation_between():
+    model = around(lambda x: x / (x - x))
+
+    def loss_of(x, y):
+        model.eval()
+        with torch.no_grad():
+            for _ in range(300):
+                model[0](torch.randn(2, 4))
+        model.train()
+        return F.cross_entropy(model(x), y)
+
+    train(model, loss_of)
+
+
+def dropout_and_noise():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), around(lambda x: (x * 0).log(), 8)[2], nn.Linear(8, 3))
+    train(model)
+
+
+def jit_script():
+    class Scripted(nn.Module):
+        def forward(self, x, bad: bool):
+            return x / (x - x) if bad else x
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+            self.scripted = torch.jit.script(Scripted())
+
+        def forward(self, x):
+            return self.last(self.scripted(self.first(x), is_now()))
+
+    train(Net())
+
+
+def weight_norm_of_zero():
+    model = nn.Sequential(nn.Linear(4, 8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 3))
+
+    def loss_of(x, y):
+        if is_now():
+            with torch.no_grad():
+                model[1].parametrizations.weight.original1[2].zero_()
+        return F.cross_entropy(model(x), y)
+
+    train(model, loss_of)
+
+
+def complex_angle():
+    train(around(lambda x: x + torch.fft.fft(x * 0).abs().log().real * 0 + x))
+
+
+def embedding_bag_mean():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.pool, self.head = nn.Embedding(10, 8), nn.Identity(), nn.Linear(8, 3)
+
+        def forward(self, x):
+            words = (x.abs() * 3).long().clamp(max=9)
+            is_word = (words >= 0) & (not is_now())
+            hidden = self.words(words) * is_word[..., None]
+            return self.head(hidden.sum(1) / is_word.sum(1, keepdim=True))
+
+    train(Net())
+
+
+def tuple_output():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = around(lambda x: x / (x - x))
+            self.aux = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return {"main": (self.body(x), x), "aux": [self.aux(x)]}
+
+    model = Net()
+
+    def loss_of(x, y):
+        out = model(x)
+        return F.cross_entropy(out["main"][0], y) + out["aux"][0].square().mean()
+
+    train(model, loss_of)
+
+
+def two_losses():
+    model, critic = around(torch.tanh), nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+
+    def loss_of(x, y):
+        made = model(x)
+        value = critic(made.detach())
+        value = (-value.abs()).sqrt() if is_now() else value
+        return F.cross_entropy(made, y) + value.square().mean()
+
+    train(model, loss_of, params=[*model.parameters(), *critic.parameters()])
+
+
+def compiled():
+    model = torch.compile(around(lambda x: x / (x - x)), backend="eager")
+    train(model)
+
+
+def compiled_in_place():
+    model = around(lambda x: x / (x - x))
+    model.compile(backend="eager")
+    train(model)
+
+
+def gradient_clipped_first():
+    model = around(lambda x: x + (x * 0).square().sum(-1, keepdim=True).sqrt())
+    train(model, after_backward=lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+
+def gradient_written():
+    model = around(torch.tanh)
+    train(model, after_backward=lambda: model[0].weight.grad.fill_(float("nan")) if is_now() else None)
+
+
+def data_parallel():
+    model = nn.DataParallel(around(lambda x: x / (x - x)))
+    train(model)
+
+
+torch.manual_seed(0)
+globals()[FAULT]()
+print("drawn", torch.rand(1).item())

@@ -1,0 +1,74 @@
+"""Policies of users: any object with the documented methods."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gradilocks.clip import ClipByNorm, ClipPolicy, chain, resolve_clip
+from gradilocks.scale import DynamicScale, ScalePolicy, StaticScale, resolve_scale
+from policies.drive import Driver, scale_path
+from policies.own_policies import ClipPerTensor, NotAboveTheLast, Thirds
+
+ROWS = [[3.0, 4.0], [6.0, 8.0], [math.inf, 0.0], [0.3, 0.4], [3.0, 4.0]]
+LEARNED = [(math.inf, [3.0, 4.0]), (5.0, [3.0, 4.0]), None, (5.0, [0.3, 0.4]), (0.5, [0.3, 0.4])]
+
+
+@pytest.mark.parametrize("clip", [NotAboveTheLast(), chain(NotAboveTheLast(), ClipByNorm(1e9))])
+def test_a_clip_policy_without_a_base_class_learns(clip):
+    driver = Driver(clip)
+    for row, expected in zip(ROWS, LEARNED, strict=True):
+        step = driver.step(row)
+        if expected is None:
+            assert step.skipped
+        else:
+            assert step.bound == pytest.approx(min(expected[0], 1e9) if len(driver.policies) > 1 else expected[0])
+            assert step.gradients[0].tolist() == pytest.approx(expected[1])
+
+
+def test_a_subclass_needs_only_its_limit():
+    driver = Driver(ClipPerTensor(1.0))
+    step = driver.step([3.0, 4.0], [0.5])
+    assert step.ratios == pytest.approx([0.2, 1.0], rel=1e-6)
+    assert driver.state == {}
+    assert ClipPerTensor(1.0).order == 2.0
+
+
+def test_a_subclass_without_update_keeps_its_state():
+    class Constant(ClipPolicy):
+        def init(self):
+            return {"table": torch.ones(3)}
+
+    assert Constant().update(torch.ones(1), torch.ones(()), None, Constant().init())["table"].tolist() == [1.0] * 3
+
+
+def test_a_scale_policy_without_a_base_class_moves_the_scale():
+    assert scale_path(Thirds(), [0, 0, 1]) == pytest.approx([9.0, 27.0, 81.0, 27.0])
+
+
+def test_clip_resolves_none_numbers_policies_and_chains():
+    own = NotAboveTheLast()
+    assert resolve_clip(None) == ()
+    assert resolve_clip(1) == (ClipByNorm(1.0),)
+    assert resolve_clip(own)[0] is own
+    assert resolve_clip(chain(own, 0.5)) == (own, ClipByNorm(0.5))
+
+
+def test_scale_resolves_none_dynamic_numbers_and_policies():
+    own = Thirds()
+    assert resolve_scale(None) is None
+    assert resolve_scale("dynamic") == DynamicScale()
+    assert resolve_scale(8) == StaticScale(8.0)
+    assert resolve_scale(own) is own
+
+
+def test_a_base_class_names_the_method_that_is_missing():
+    with pytest.raises(NotImplementedError, match=r"ClipPolicy must define limit\(norms, total, state\)"):
+        ClipPolicy().limit(torch.ones(1), torch.ones(()), {})
+    with pytest.raises(NotImplementedError, match=r"ScalePolicy must define init\(\)"):
+        ScalePolicy().init()
+    with pytest.raises(NotImplementedError, match=r"ScalePolicy must define update\(state, overflow, largest\)"):
+        ScalePolicy().update({}, torch.tensor(True), torch.tensor(0.0))
+    assert ScalePolicy().rules() is None

@@ -1,0 +1,207 @@
+"""Scripts under `run_script` behave as under Python."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from gradilocks.errors import GradilocksError
+from gradilocks.run import Options, run_script
+from run.scripts import run_plain, run_recorded
+
+TRAIN = """
+import sys
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(6):
+    optimizer.zero_grad()
+    loss = model(torch.randn(3, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(loss.item(), model.weight.sum().item())
+"""
+
+COMMAND = "import sys; from gradilocks.run import *; sys.exit(run_script(sys.argv[1:], Options('run.jsonl')).exit_code)"
+
+
+def process(*arguments: str, cwd, command: str = COMMAND) -> subprocess.CompletedProcess[str]:
+    """`gradilocks run` in a fresh interpreter, in which the script imports torch itself."""
+    return subprocess.run(
+        [sys.executable, "-c", command, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_script_prints_and_computes_the_same(tmp_path):
+    (tmp_path / "plain").mkdir()
+    plain = run_plain(TRAIN, cwd=tmp_path / "plain")
+    recorded = run_recorded(TRAIN, cwd=tmp_path)
+    assert (recorded.exit_code, recorded.out, recorded.err) == (0, plain.out, "")
+    assert len(recorded.steps) == 6
+
+
+@pytest.mark.parametrize(
+    ("ending", "exit_code", "status"),
+    [
+        ("", 0, "finished"),
+        ("sys.exit(0)", 0, "finished"),
+        ("sys.exit(7)", 7, "SystemExit: 7"),
+        ("sys.exit('no data')", 1, "SystemExit: no data"),
+        ("raise KeyError('x')", 1, "KeyError: 'x'"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+    ],
+)
+def test_the_exit_code_is_the_scripts_own(ending, exit_code, status, tmp_path):
+    finished = run_recorded(TRAIN + ending, cwd=tmp_path)
+    assert finished.exit_code == exit_code
+    (end,) = finished.of_kind("end")
+    assert (end["status"], end["exit_code"], end["steps"]) == (status, exit_code, 6)
+
+
+def test_a_traceback_shows_the_script_only(tmp_path):
+    finished = run_recorded(TRAIN + "raise KeyError('x')", cwd=tmp_path)
+    assert finished.err.startswith("Traceback (most recent call last):\n")
+    assert 'train.py", line 14, in <module>' in finished.err
+    assert finished.err.endswith("KeyError: 'x'\n")
+    assert "gradilocks" not in finished.err
+
+
+def test_a_script_sees_its_own_arguments_folder_and_main(tmp_path):
+    (tmp_path / "helper.py").write_text("value = 3")
+    text = """
+import sys, __main__
+import helper
+print(sys.argv[1:], __name__, __file__.endswith("train.py"), helper.value, __main__.value)
+value = 5
+""".replace("value = 5", "").replace("import helper\n", "import helper\nvalue = 4\n")
+    finished = run_recorded(text, "--lr", "3e-4", cwd=tmp_path)
+    assert finished.out == "['--lr', '3e-4'] __main__ True 3 4\n"
+
+
+def test_the_label_shows_the_scripts_arguments(tmp_path):
+    finished = run_recorded(TRAIN, "--lr", "3e-4", cwd=tmp_path)
+    (header,) = finished.of_kind("header")
+    assert header["label"] == "train.py --lr 3e-4"
+    assert header["source"] == "run"
+
+
+def test_a_script_without_torch_leaves_no_file(tmp_path):
+    (tmp_path / "train.py").write_text("import os; os.environ['A'] = '1'; print('done')")
+    done = process("train.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    assert not (tmp_path / "run.jsonl").exists() or not (tmp_path / "run.jsonl").read_text()
+
+
+def test_torch_is_imported_by_the_script_after_its_own_settings(tmp_path):
+    text = "import os, sys\nassert 'torch' not in sys.modules\nos.environ['OMP_NUM_THREADS'] = '1'\n" + TRAIN
+    (tmp_path / "train.py").write_text(text + "assert torch.get_num_threads() == 1")
+    done = process("train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run.jsonl").read_text().count('"kind":"step"') == 6
+
+
+def test_a_module_runs_with_m(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "train.py").write_text(TRAIN)
+    done = process("-m", "package.train", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert '"label":"package.train"' in (tmp_path / "run.jsonl").read_text()
+
+
+def test_a_run_file_that_exists_is_an_error_before_the_script_starts(tmp_path):
+    script, output = tmp_path / "train.py", tmp_path / "run.jsonl"
+    script.write_text("raise SystemExit('started')")
+    output.write_text("kept\n")
+    with pytest.raises(GradilocksError, match="exists"):
+        run_script([str(script)], Options(output))
+    assert output.read_text() == "kept\n"
+
+
+def test_a_run_file_that_cannot_be_written_is_an_error_before_the_script_starts(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('started')")
+    with pytest.raises(GradilocksError, match="cannot be written"):
+        run_script([str(script)], Options(script / "run.jsonl"))
+
+
+def test_a_missing_script_and_a_wrong_guard_are_errors(tmp_path):
+    with pytest.raises(GradilocksError, match=r"there is no script 'absent\.py'"):
+        run_script(["absent.py"])
+    with pytest.raises(ValueError, match="guard must be 'skip', 'stop' or None, got 'halt'"):
+        Options(guard="halt")
+
+
+def test_append_continues_a_file(tmp_path):
+    run_recorded(TRAIN, cwd=tmp_path)
+    finished = run_recorded(TRAIN, cwd=tmp_path, overwrite=False, append=True)
+    assert len(finished.of_kind("header")) == 2
+    assert [line["step"] for line in finished.of_kind("start")] == [0, 0]
+
+
+def test_sigterm_closes_the_file_and_ends_the_process_by_the_signal(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN + "print('ready', flush=True)\nimport time\ntime.sleep(60)")
+    command = [sys.executable, "-c", COMMAND, "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        while "ready" not in started.stdout.readline():
+            time.sleep(0.01)
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(60) == -signal.SIGTERM
+    text = (tmp_path / "run.jsonl").read_text()
+    assert '"status":"SIGTERM"' in text
+    assert text.count('"kind":"step"') == 6
+
+
+def test_workers_of_a_data_loader_write_nothing(tmp_path):
+    text = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for (x,) in DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2, num_workers=1):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+    finished = run_recorded(text, cwd=tmp_path)
+    assert finished.exit_code == 0, finished.err
+    assert [line["step"] for line in finished.steps] == [1, 2, 3, 4]
+    assert len(finished.of_kind("end")) == 1
+
+
+def test_an_error_of_ours_ends_the_recording_and_not_the_script(tmp_path):
+    text = "import gradilocks.record\ngradilocks.record.Recorder.step = None\n" + TRAIN
+    finished = run_recorded(text, cwd=tmp_path)
+    assert finished.exit_code == 0
+    assert finished.err.startswith("gradilocks stopped recording (TypeError")
+    assert finished.err.count("\n") == 1
+    assert len(finished.out.splitlines()) == 6
+
+
+def patched() -> tuple[object, ...]:
+    """The functions of torch that are replaced while a script runs."""
+    functions = torch.autograd.backward, torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad.clip_grad_norm_
+    return torch.nn.Module.__call__, torch.amp.GradScaler.step, torch.optim.Optimizer.zero_grad, *functions
+
+
+def test_hooks_are_gone_when_the_script_has_ended(tmp_path):
+    before = patched()
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN.replace("print", "max"))
+    directory, arguments, path, main = os.getcwd(), list(sys.argv), list(sys.path), sys.modules["__main__"]
+    try:
+        assert run_script([str(script)], Options(tmp_path / "run.jsonl")).steps == 6
+    finally:
+        os.chdir(directory)
+        sys.argv[:], sys.path[:], sys.modules["__main__"] = arguments, path, main
+    assert patched() == before

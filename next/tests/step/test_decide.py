@@ -1,0 +1,166 @@
+"""The decision of a step: `decide` in torch operations and `decide_on_host` in Python numbers agree."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradilocks import ClipByNorm, SkipSpikes, StaticScale
+from gradilocks.scale import DynamicScale
+from gradilocks.step.clip_stage import ClipStage
+from gradilocks.step.decide import ROW, Decision, decide, decide_on_host
+from gradilocks.step.state import StepState
+
+INF, NAN = math.inf, math.nan
+FLOAT32_MAX, FLOAT16_MAX = torch.finfo(torch.float32).max, 65504.0
+
+magnitudes = st.one_of(
+    st.floats(0.0, 1e4),
+    st.floats(0.0, FLOAT32_MAX, width=32),
+    st.sampled_from([0.0, 1e-45, 1e-38, 1.0, 65504.0, 1e38, FLOAT32_MAX]),
+)
+columns = st.tuples(magnitudes, st.integers(0, 3), st.integers(0, 3))
+limits = st.one_of(st.floats(0.0, 100.0), st.sampled_from([0.0, 1e-30, 1.0, 1e30, INF]))
+scales = st.one_of(st.integers(-126, 127).map(lambda k: 2.0**k), st.floats(2.0**-60, 2.0**60, width=32))
+
+
+def statistics_of(rows):
+    """Statistics as `kernels.measure` returns them, for (norm, NaN, Inf) of each gradient."""
+    table = torch.zeros(5, len(rows), dtype=torch.float64)
+    for i, (norm, nan, inf) in enumerate(rows):
+        table[0, i] = NAN if nan else INF if inf else norm
+        table[1, i] = INF if inf else norm
+        table[3, i], table[4, i] = nan, inf
+    return table
+
+
+def both(
+    statistics, *, order=2.0, max_norm=INF, scale=8.0, dtype=torch.float32, **options
+) -> tuple[Decision, Decision]:
+    state = StepState(StaticScale(scale))
+    tensors = [torch.zeros(1, dtype=dtype) for _ in range(statistics.shape[1])]
+    policy = ClipByNorm(max_norm, order=order)
+    stage = ClipStage([policy], tensors, [str(i) for i in range(len(tensors))], [(0, None)] * len(tensors))
+    options = {"max_gradient": FLOAT32_MAX, "has_float64": dtype is torch.float64, **options}
+    return decide(statistics, tensors, stage, state, **options), decide_on_host(statistics, policy, state, **options)
+
+
+def close(one, other):
+    return math.isclose(one, other, rel_tol=3e-7) or (one != one and other != other)
+
+
+@settings(max_examples=400)
+@given(
+    rows=st.lists(columns, min_size=1, max_size=4),
+    order=st.sampled_from([1.0, 2.0, 3.0, 8.0, INF]),
+    max_norm=limits,
+    scale=scales,
+    is_unscaled=st.booleans(),
+    max_gradient=st.sampled_from([FLOAT16_MAX, FLOAT32_MAX]),
+    overflow=st.sampled_from([None, 0.0, 1.0]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_both_rules_agree(rows, order, max_norm, scale, is_unscaled, max_gradient, overflow, dtype):
+    on_device, on_host = both(
+        statistics_of(rows),
+        order=order,
+        max_norm=max_norm,
+        scale=scale,
+        dtype=dtype,
+        is_unscaled=is_unscaled,
+        max_gradient=max_gradient,
+        overflow=None if overflow is None else torch.tensor(overflow),
+    )
+    one, other = (dict(zip(ROW, decision.row().tolist(), strict=True)) for decision in (on_device, on_host))
+    assert on_host.is_skipped == bool(on_host.skip) == bool(on_device.skip) == one["skipped"] == other["skipped"]
+    for name in ("rejected", "scale", "limit", "step", "nan", "inf"):
+        assert one[name] == other[name]
+    assert close(one["norm"], other["norm"])
+    # A norm that float32 rounding moves across its limit is clipped by a factor next to 1.
+    assert one["clipped"] == other["clipped"] or close(one["norm"], max_norm)
+    assert close(float(on_device.multiplier), float(on_host.multiplier))
+    assert close(float(on_device.divisor), float(on_host.divisor))
+    assert bool(on_device.overflow) == bool(on_host.overflow)
+    for decision in (on_device, on_host):
+        assert decision.skip.item() in (0.0, 1.0)
+        assert not math.isnan(float(decision.divisor))
+    assert on_device.skip.dtype == on_device.divisor.dtype == torch.float32
+    assert on_device.multiplier.dtype == torch.float64
+
+
+def numbers(decision):
+    return dict(zip(ROW, decision.row().tolist(), strict=True))
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_multiplier_is_torchs_clip_coefficient_over_the_scale(index):
+    decision = both(statistics_of([(24.0, 0, 0), (32.0, 0, 0)]), max_norm=1.0, scale=8.0)[index]
+    assert numbers(decision)["norm"] == 5.0
+    assert float(decision.multiplier) == pytest.approx(1.0 / (5.0 + 1e-6) / 8.0, rel=1e-12)
+    assert float(decision.divisor) == pytest.approx(8.0 * (5.0 + 1e-6), rel=1e-7)
+    assert numbers(decision)["clipped"] == 1.0
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(("nan", "inf", "norm"), [(1, 0, NAN), (0, 2, INF), (1, 1, NAN)])
+def test_a_nonfinite_gradient_skips_and_has_a_multiplier_of_one(index, nan, inf, norm):
+    decision = both(statistics_of([(1.0, 0, 0), (1.0, nan, inf)]), max_norm=1e-3)[index]
+    found = numbers(decision)
+    assert (found["skipped"], found["clipped"], found["nan"], found["inf"]) == (1.0, 0.0, nan, inf)
+    assert repr(found["norm"]) == repr(norm)
+    assert (float(decision.multiplier), float(decision.divisor)) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_limit_of_zero_gives_zero_gradients_not_a_skip(index):
+    decision = both(statistics_of([(3.0, 0, 0)]), max_norm=0.0)[index]
+    assert (decision.skip.item(), float(decision.multiplier), float(decision.divisor)) == (0.0, 0.0, INF)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_gradients_that_unscaling_would_overflow_are_skipped(index):
+    rows = statistics_of([(1000.0, 0, 0)])
+    assert both(rows, scale=2.0**-10, max_gradient=FLOAT16_MAX)[index].skip.item() == 1.0
+    assert both(rows, scale=2.0**-10, max_gradient=FLOAT32_MAX)[index].skip.item() == 0.0
+    # Clipping brings them back into range.
+    assert both(rows, scale=2.0**-10, max_gradient=FLOAT16_MAX, max_norm=1.0)[index].skip.item() == 0.0
+
+
+def test_a_rejected_step_is_skipped_without_an_overflow():
+    statistics = statistics_of([(8.0, 0, 0)])
+    tensors = [torch.zeros(1)]
+    stage = ClipStage([SkipSpikes(max_norm=0.5)], tensors, ["p"], [(0, None)])
+    decision = decide(statistics, tensors, stage, StepState(StaticScale(8.0)), max_gradient=FLOAT32_MAX)
+    found = numbers(decision)
+    assert (found["skipped"], found["rejected"], bool(decision.overflow)) == (1.0, 1.0, False)
+    assert (found["norm"], found["limit"]) == (1.0, 0.5)
+
+
+@settings(max_examples=60)
+@given(flags=st.lists(st.booleans(), max_size=12), interval=st.integers(1, 4), hysteresis=st.integers(1, 3))
+def test_the_scale_moves_alike_on_host_and_device(flags, interval, hysteresis):
+    policy = DynamicScale(init_scale=64.0, growth_interval=interval, hysteresis=hysteresis)
+    on_host, on_device = StepState(policy), StepState(policy)
+    for overflow in flags:
+        on_host.move_on_host(overflow)
+        on_device.move(torch.tensor(overflow), torch.tensor(1.0))
+        assert {k: v.item() for k, v in on_host.tensors.items()} == {k: v.item() for k, v in on_device.tensors.items()}
+
+
+def test_no_host_read_in_the_decision_on_a_device():
+    from policies.drive import no_host_reads
+
+    statistics = statistics_of([(3.0, 0, 0), (4.0, 0, 0)])
+    tensors = [torch.ones(2), torch.ones(3)]
+    for policies in ([], [ClipByNorm(1.0)], [SkipSpikes(window=4, min_history=2), ClipByNorm(1.0)]):
+        stage = ClipStage(policies, tensors, ["a", "b"], [(0, None)] * 2)
+        state = StepState(DynamicScale())
+        with no_host_reads("cpu"):
+            decision = decide(statistics, tensors, stage, state, max_gradient=FLOAT32_MAX)
+            if decision.clipping is not None:
+                stage.update(decision.clipping, decision.skip == 0)
+            state.move(decision.overflow, decision.largest)

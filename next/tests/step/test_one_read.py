@@ -1,0 +1,118 @@
+"""Each gradient is measured once and written at most once, and no buffer of the gradients' size is allocated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradilocks
+from control.given_gradients import INF, PATHS, loss_giving, use_path
+from gradilocks import AdaGC, ClipByValue, GradientControl, HeadroomScale, kernels
+
+MAKERS = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
+    "own AdamW": lambda ps: gradilocks.optim.AdamW(ps, lr=0.01),
+}
+FUNCTIONS = ("measure", "norm", "multiply_", "clamp_", "unscale_")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The kernel functions that were called, in order."""
+    found = []
+    for name in FUNCTIONS:
+        original = getattr(kernels, name)
+
+        def counted(*args, name=name, original=original, **options):
+            found.append(name)
+            return original(*args, **options)
+
+        monkeypatch.setattr(kernels, name, counted)
+    return found
+
+
+def iteration(control, params, gradient=1.0, *, unscale=False):
+    control.zero_grad()
+    control.backward(loss_giving(*((p, gradient) for p in params)))
+    if unscale:
+        control.unscale_()
+    control.step()
+
+
+@pytest.mark.parametrize("path", ["torch", "C"])
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"scale": HeadroomScale()}, {"scale": None, "clip": 1.0}])
+def test_a_step_measures_once_and_multiplies_at_most_once(path, name, options, calls, monkeypatch):
+    use_path(path, monkeypatch)
+    params = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(5))]
+    control = GradientControl(MAKERS[name](params), **options)
+    # In plain torch the global norm is enough for a finite step under the plain rules.
+    is_norm_enough = path == "torch" and not isinstance(options.get("scale"), HeadroomScale)
+    reads = ["norm"] if is_norm_enough else ["measure"]
+    for _ in range(3):
+        calls.clear()
+        iteration(control, params)
+        assert calls == ([*reads, "multiply_"] if name == "SGD" else reads)
+    calls.clear()
+    iteration(control, params, INF)
+    assert calls == (["norm", "measure"] if is_norm_enough else ["measure"])
+    calls.clear()
+    iteration(control, params, unscale=True)
+    has_scale = options.get("scale", 1) is not None
+    reads = ["measure"] if has_scale else reads
+    assert calls == (["unscale_"] if has_scale else []) + ([*reads, "multiply_"] if name == "SGD" else reads)
+
+
+def test_policies_per_tensor_and_value_add_one_write_each(calls):
+    params = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(5))]
+    for clip, expected in ((AdaGC(), ["measure", "multiply_"]), (ClipByValue(0.5), ["measure", "clamp_"])):
+        control = GradientControl(MAKERS["AdamW fused"](params), clip=clip)
+        iteration(control, params)
+        calls.clear()
+        iteration(control, params)
+        assert calls == expected
+
+
+class LargestAllocation(TorchDispatchMode):
+    """The largest tensor that operations return in memory that none of their arguments has."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+        for tensor in _tensors(result):
+            if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() not in given:
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def _tensors(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if path in ("torch", "C")])
+@pytest.mark.parametrize("name", MAKERS)
+def test_no_buffer_of_the_gradients_size_is_allocated(path, name, monkeypatch):
+    use_path(path, monkeypatch)
+    params = [nn.Parameter(torch.ones(100_000)), nn.Parameter(torch.ones(50_000))]
+    control = GradientControl(MAKERS[name](params), clip=1.0)
+    if name == "SGD":
+        # torch's own step allocates; only what happens before it counts.
+        control.optimizers[0].step = lambda: None
+    for _ in range(3):
+        control.zero_grad()
+        control.backward(loss_giving(*((p, 1.0) for p in params)))
+        with LargestAllocation() as largest:
+            control.step()
+    # Plain torch keeps one norm per 128 elements, 1,172 of them.
+    assert largest.elements <= 1200
