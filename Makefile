@@ -101,10 +101,7 @@ ranks: next-native ## all layouts over 2, 4 and 8 processes beside one; some 6 m
 SANITIZED := tests/kernels/test_native_library.py tests/dropin/test_gradient_marks.py \
   tests/kernels/test_native_kernels.py tests/kernels/test_native_steps.py \
   tests/kernels/test_build_in_mid_run.py tests/kernels/test_addresses_in_place.py \
-  tests/engine/test_walks_agree.py tests/engine/test_meddled_steps.py \
-  tests/engine/test_steps_taken_again.py \
-  tests/observe/test_gradient_memory.py tests/observe/test_parameter_marks.py \
-  tests/ranks/test_local_steps.py tests/observe/test_gradient_meter.py
+  tests/engine/test_walks_agree.py tests/ranks/test_local_steps.py
 SANITIZE := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -g1
 
 sanitize: $(DEV) ## the tests of the C++ under AddressSanitizer and UndefinedBehaviorSanitizer

@@ -43,7 +43,7 @@ else:
 
 
 # Folders of tests that take seconds each, because they start processes.
-LONG = ("tests/observe/", "tests/demo/", "tests/cli/", "tests/ranks/", "tests/selftest/")
+LONG = ("tests/cli/", "tests/ranks/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
