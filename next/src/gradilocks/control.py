@@ -195,7 +195,7 @@ class GradientControl:
         plan = self._plan(which)
         if plan.layout is not None:
             self._compare_ranks(plan)
-        loss = self._loss()
+        loss, has_subscribers = self._loss(), bool(self._subscribers)
         try:
             for i in which:
                 self._phases[i].is_stepping = True
@@ -204,7 +204,7 @@ class GradientControl:
                 moves=only is None,
                 overflow=overflow,
                 loss=loss,
-                detail=bool(self._subscribers),
+                detail=has_subscribers,
             )
         finally:
             # Also after an error, because a second attempt would divide by the scale again.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -52,9 +53,8 @@ def outside_compile(function: F) -> F:
     return decorated
 
 
-def version_of(tensor: Tensor) -> int:
-    """Number of in-place writes to a tensor so far, as autograd counts them."""
-    return tensor._version
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""Number of in-place writes to a tensor so far, as autograd counts them."""
 
 
 def supports_amp_scaling(optimizer: Any) -> bool:

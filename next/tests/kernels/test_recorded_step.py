@@ -88,8 +88,8 @@ class Twin:
         self.expected_state.streak.copy_(torch.where(expected.overflow, self.expected_state.streak + 1, 0))
         if moves:
             self.expected_state.move(expected.overflow, expected.largest)
-        addresses = self.recorded.addresses_of(self.grads)
-        slot = self.recorded.run(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
+        addresses = self.recorded._grads.addresses_of(self.grads)
+        slot = self.recorded.launch(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
         torch.testing.assert_close(self.recorded.statistics(slot), statistics, rtol=1e-14, atol=0.0, equal_nan=True)
         torch.testing.assert_close(self.recorded.row(slot), expected.row(), rtol=1e-14, atol=0.0, equal_nan=True)
         assert self.recorded.skip == expected.skip
@@ -213,8 +213,8 @@ def test_fused_optimizers_may_be_some_of_the_optimizers():
     mixed = [others[0], *twin.params, others[1]]
     recorded = RecordedStep(mixed, twin.recorded._step, order=2.0, fused=fused, layout=None)
     before = [param.detach().clone() for param in mixed]
-    addresses = recorded.addresses_of([param.grad for param in mixed])
-    slot = recorded.run(addresses, is_unscaled=True, moves=False, overflow=None, loss=None)
+    addresses = recorded._grads.addresses_of([param.grad for param in mixed])
+    slot = recorded.launch(addresses, is_unscaled=True, moves=False, overflow=None, loss=None)
     norm = torch.linalg.vector_norm(torch.cat([param.grad.flatten() for param in mixed]))
     assert recorded.row(slot)[ROW.index("norm")].item() == pytest.approx(norm.item(), rel=1e-6)
     changed = [not torch.equal(old, param) for old, param in zip(before, mixed, strict=True)]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from gradilocks import ClipByNorm, SkipSpikes, StaticScale
 from gradilocks.scale import DynamicScale
 from gradilocks.step.clip_stage import ClipStage
-from gradilocks.step.decide import ROW, Decision, decide, decide_on_host
+from gradilocks.step.decide import ROW, Decision, decide
+from gradilocks.step.host_step import HostStep, Totals, decide_on_host
 from gradilocks.step.state import StepState
 
 INF, NAN = math.inf, math.nan
@@ -39,14 +40,21 @@ def statistics_of(rows):
 
 
 def both(
-    statistics, *, order=2.0, max_norm=INF, scale=8.0, dtype=torch.float32, **options
+    statistics, *, order=2.0, max_norm=INF, scale=8.0, is_unscaled=False, max_gradient=FLOAT32_MAX, overflow=None
 ) -> tuple[Decision, Decision]:
     state = StepState(StaticScale(scale))
-    tensors = [torch.zeros(1, dtype=dtype) for _ in range(statistics.shape[1])]
+    tensors = [torch.zeros(1) for _ in range(statistics.shape[1])]
     policy = ClipByNorm(max_norm, order=order)
     stage = ClipStage([policy], tensors, [str(i) for i in range(len(tensors))], [(0, None)] * len(tensors))
-    options = {"max_gradient": FLOAT32_MAX, "has_float64": dtype is torch.float64, **options}
-    return decide(statistics, tensors, stage, state, **options), decide_on_host(statistics, policy, state, **options)
+    options = {"is_unscaled": is_unscaled, "max_gradient": max_gradient}
+    flag = None if overflow is None else torch.tensor(overflow)
+    norms, largest, _, nan, inf = statistics.unbind()
+    norm = torch.linalg.vector_norm(norms, order).item()
+    totals = Totals(norm, largest.max().item(), nan.sum().item(), inf.sum().item())
+    on_host = decide_on_host(
+        totals, policy, scale=scale, step=1, overflow=bool(overflow), statistics=lambda: statistics, **options
+    )
+    return decide(statistics, tensors, stage, state, overflow=flag, **options), on_host
 
 
 def close(one, other):
@@ -62,18 +70,16 @@ def close(one, other):
     is_unscaled=st.booleans(),
     max_gradient=st.sampled_from([FLOAT16_MAX, FLOAT32_MAX]),
     overflow=st.sampled_from([None, 0.0, 1.0]),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_both_rules_agree(rows, order, max_norm, scale, is_unscaled, max_gradient, overflow, dtype):
+def test_both_rules_agree(rows, order, max_norm, scale, is_unscaled, max_gradient, overflow):
     on_device, on_host = both(
         statistics_of(rows),
         order=order,
         max_norm=max_norm,
         scale=scale,
-        dtype=dtype,
         is_unscaled=is_unscaled,
         max_gradient=max_gradient,
-        overflow=None if overflow is None else torch.tensor(overflow),
+        overflow=overflow,
     )
     one, other = (dict(zip(ROW, decision.row().tolist(), strict=True)) for decision in (on_device, on_host))
     assert on_host.is_skipped == bool(on_host.skip) == bool(on_device.skip) == one["skipped"] == other["skipped"]
@@ -145,10 +151,14 @@ def test_a_rejected_step_is_skipped_without_an_overflow():
 def test_the_scale_moves_alike_on_host_and_device(flags, interval, hysteresis):
     policy = DynamicScale(init_scale=64.0, growth_interval=interval, hysteresis=hysteresis)
     on_host, on_device = StepState(policy), StepState(policy)
+    param = torch.nn.Parameter(torch.zeros(3))
+    step = HostStep([param], on_host, ClipByNorm(1.0), max_gradient=FLOAT32_MAX, fused=None)
     for overflow in flags:
-        on_host.move_on_host(overflow)
+        param.grad = torch.full((3,), NAN if overflow else 1.0)
+        step.run([param.grad], is_unscaled=False, moves=True, overflow=None, loss=None, detail=False)
         on_device.move(torch.tensor(overflow), torch.tensor(1.0))
         assert {k: v.item() for k, v in on_host.tensors.items()} == {k: v.item() for k, v in on_device.tensors.items()}
+    assert on_host.steps.item() == len(flags)
 
 
 def test_no_host_read_in_the_decision_on_a_device():

@@ -11,7 +11,7 @@ import ctypes
 import math
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from operator import attrgetter
 from pathlib import Path
@@ -23,13 +23,25 @@ from torch.autograd.graph import increment_version
 
 from gradilocks.kernels import reference
 
-__all__ = ["DESCRIPTION", "DTYPE_CODES", "adam", "clamp_", "measure", "multiply_", "norm", "sgd", "unscale_"]
+__all__ = [
+    "DESCRIPTION",
+    "DTYPE_CODES",
+    "AddressTable",
+    "adam",
+    "clamp_",
+    "measure",
+    "multiply_",
+    "norm",
+    "sgd",
+    "unscale_",
+]
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Element types as kernels/native/elements.h numbers them."""
 
 _ORDERS = {1.0: 1, 2.0: 2, math.inf: 0}
 _MULTIPLY, _CLAMP, _UNSCALE = range(3)
+_TOTALS = 4
 _dtype_of = attrgetter("dtype")
 
 
@@ -73,21 +85,19 @@ def measure(tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = Tru
     if order not in _ORDERS:
         return reference.measure(tensors, order=order, detail=detail)
     addresses = _Addresses(tensors)
-    table = torch.empty(5, len(tensors), dtype=torch.float64, device="cpu")
-    if addresses.call(_library.gl_measure, _ORDERS[order], table.data_ptr()):
-        raise MemoryError("gl_measure could not allocate its buffer")
+    table = addresses.measure(order)
+    statistics = torch.frombuffer(table, dtype=torch.float64)[:-_TOTALS].view(5, -1)
     if addresses.others:
-        table[:, addresses.others] = reference.measure([tensors[i] for i in addresses.others], order=order)
-    return table
+        statistics[:, addresses.others] = reference.measure([tensors[i] for i in addresses.others], order=order)
+    return statistics
 
 
 def norm(tensors: Sequence[Tensor], order: float) -> float:
     """See `gradilocks.kernels.norm`."""
     if order in _ORDERS:
         addresses = _Addresses(tensors)
-        table = array("d", bytes(40 * len(tensors)))  # Creating an array takes a fifth of the time of a tensor.
-        if not addresses.others and addresses.call(_library.gl_measure, _ORDERS[order], table.buffer_info()[0]) == 0:
-            return reference.total_norm_on_host(table[: len(tensors)], order)
+        if not addresses.others:
+            return addresses.measure(order)[-_TOTALS]
     return reference.total_norm_on_host(measure(tensors, order=order, detail=False)[0].tolist(), order)
 
 
@@ -166,8 +176,41 @@ def _step(is_adam: int, table: Tensor, sizes: Tensor, *rest: Any) -> None:
         raise MemoryError("gl_step could not allocate its buffer")
 
 
-class _Addresses:
+class AddressTable:
     """Addresses, sizes and dtypes of tensors in arrays that C can read.
+
+    Args:
+        sizes: number of elements of each tensor.
+        codes: its `DTYPE_CODES`.
+        addresses: its address; 0 leaves a tensor out. May be set later by `measure`.
+    """
+
+    def __init__(self, sizes: Iterable[int], codes: Iterable[int], addresses: Sequence[int] = ()) -> None:
+        self._sizes, self._codes = array("q", sizes), array("i", codes)
+        self._addresses = array("q", addresses or bytes(8 * len(self._sizes)))
+        self._pointers = [numbers.buffer_info()[0] for numbers in (self._addresses, self._sizes, self._codes)]
+
+    def measure(self, order: float, addresses: list[int] | None = None) -> array[float]:
+        """Measures the tensors, at new addresses if given.
+
+        Returns:
+            The five statistics of each tensor, row by row, then norm, largest magnitude and number of NaN and of Inf of
+            all tensors together. An array, because creating a tensor takes five times as long.
+        """
+        if addresses is not None:
+            self._addresses[:] = array("q", addresses)
+        table = array("d", bytes(8 * (5 * len(self._sizes) + _TOTALS)))
+        if self.call(_library.gl_measure, _ORDERS[order], table.buffer_info()[0]):
+            raise MemoryError("gl_measure could not allocate its buffer")
+        return table
+
+    def call(self, function: Callable[..., int], *rest: Any) -> int:
+        """Calls a kernel on the tensors, with torch's number of threads."""
+        return function(*self._pointers, len(self._sizes), *rest, torch.get_num_threads())
+
+
+class _Addresses(AddressTable):
+    """The AddressTable of some tensors.
 
     Attributes:
         others: indices of tensors that only `reference` can process. Their address is 0, so the kernels skip them.
@@ -187,12 +230,4 @@ class _Addresses:
         self.others = sorted(others)
         for index in self.others:
             addresses[index] = codes[index] = 0
-        self._addresses = array("q", addresses)
-        self._sizes = array("q", map(Tensor.numel, tensors))
-        self._dtypes = array("i", codes)
-
-    def call(self, function: Callable[..., int], *rest: Any) -> int:
-        """Calls a kernel on the tensors, with torch's number of threads."""
-        arrays = self._addresses, self._sizes, self._dtypes
-        pointers = [numbers.buffer_info()[0] for numbers in arrays]
-        return function(*pointers, len(self._sizes), *rest, torch.get_num_threads())
+        super().__init__(map(Tensor.numel, tensors), codes, addresses)

@@ -38,6 +38,7 @@ from gradilocks.kernels.triton_kernels import (
 )
 from gradilocks.ranks.collective import RANK_ROW, gather_rows
 from gradilocks.ranks.layout import Layout
+from gradilocks.step.decide import ROW, Decision
 
 if TYPE_CHECKING:
     from gradilocks.optim.fused_step import FusedStep
@@ -46,8 +47,6 @@ __all__ = ["RecordedStep", "UpdateTables"]
 
 SLOTS, STATISTICS_SLOTS = 1024, 64
 """Number of steps whose row, and whose statistics of each tensor, can still be read."""
-_RESULT_SIZE = 10
-"""Length of `step.decide.ROW`, which cannot be imported here without a cycle."""
 _captured: list[object] = []
 """Tables that the user's CUDA graphs read at each replay."""
 
@@ -134,7 +133,6 @@ class RecordedStep:
         self._params, self._step, self._order, self._fused, self._layout = params, step, order, fused, layout
         self.device = device = step.scale.device
         self._grads = GradientLayout(params)
-        self.addresses_of = self._grads.addresses_of
         self._is_captured = is_capturing(device)
         keep: list[Tensor] | None = [] if self._is_captured else None
         self._chunks = chunks_for(self._grads.sizes, self._grads.dtypes, MEASURE_CHUNK, device, keep)
@@ -155,7 +153,7 @@ class RecordedStep:
             rows=self.rows,
             statistics=row.new_empty(1 if self._is_captured else STATISTICS_SLOTS, 5, len(params)),
             launches=torch.zeros((), dtype=torch.int64, device=device),
-            ring=row.new_empty(1 if self._is_captured else SLOTS, _RESULT_SIZE),
+            ring=row.new_empty(1 if self._is_captured else SLOTS, len(ROW)),
         )
         self._has_overflow = False
         self._count = 0
@@ -180,16 +178,38 @@ class RecordedStep:
         return UpdateTables(rows, self._grads.sizes, kinds, groups, fused.group_count, self.device)
 
     def run(
+        self,
+        grads: Sequence[Tensor | None],
+        *,
+        is_unscaled: bool,
+        moves: bool,
+        overflow: Tensor | None = None,
+        loss: Tensor | None = None,
+        detail: bool = False,
+    ) -> Decision | None:
+        """Performs one step; see `StepPlan.step`. Every gradient is measured, whatever `detail` is.
+
+        Returns:
+            None if a gradient has another layout than its parameter.
+        """
+        addresses = self._grads.addresses_of(grads)
+        if addresses is None:
+            return None
+        slot = self.launch(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
+        return Decision(
+            skip=self.skip,
+            multiplier=self.multiplier,
+            divisor=self.divisor,
+            overflow=self.skip,
+            row=partial(self.row, slot),
+            statistics=partial(self.statistics, slot),
+            rank_rows=None if self._layout is None else self.rows.clone(),
+        )
+
+    def launch(
         self, addresses: list[int], *, is_unscaled: bool, moves: bool, overflow: Tensor | None, loss: Tensor | None
     ) -> int:
-        """Performs one step.
-
-        Args:
-            addresses: the result of `addresses_of`. The gradients must exist until this returns.
-            is_unscaled: True if the gradients no longer carry the scale.
-            moves: True if the scale moves.
-            overflow: 0-d, above 0 to skip the step; None for 0.
-            loss: 0-d, for the rows of several ranks.
+        """Performs one step with the gradients at `addresses`.
 
         Returns:
             The slot for `row` and `statistics`; negative for a step that is captured in the user's graph.
@@ -198,7 +218,7 @@ class RecordedStep:
             # Eager steps must not overwrite the tables that the user's graph reads.
             twin = RecordedStep(self._params, self._step, order=self._order, fused=self._fused, layout=self._layout)
             self._twins.append(twin)
-            twin.run(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
+            twin.launch(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
             self.rows = twin.rows
             return -len(self._twins)
         self._table.refresh(addresses, [] if self._fused is None else self._fused.settings())

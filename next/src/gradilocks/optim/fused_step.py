@@ -203,6 +203,10 @@ class FusedStep:
             for optimizer in self._optimizers:
                 optimizer().torch_step(divisor, skip)  # type: ignore[union-attr]
             return
+        self.run_at(addresses, divisor, skip)
+
+    def run_at(self, addresses: list[int], divisor: Tensor | float | None, skip: Tensor | None = None) -> None:
+        """`run` with the result of `layout.addresses_of`. A float as divisor needs parameters on a CPU."""
         tables = self._tables
         if self.device.type == "cuda" and is_capturing(self.device):
             tables = self._make_tables()  # Eager steps must not overwrite the tables that the user's graph reads.
@@ -245,7 +249,9 @@ class _CpuTables:
             if any(members):
                 self._steps.append((step, members))
 
-    def run(self, addresses: list[int], settings: list[float], divisor: Tensor | None, skip: Tensor | None) -> None:
+    def run(
+        self, addresses: list[int], settings: list[float], divisor: Tensor | float | None, skip: Tensor | None
+    ) -> None:
         """See `FusedStep.run`."""
         if skip is not None and bool(skip):
             return

@@ -1,14 +1,13 @@
 """The decision of one step: multiplier and skip flag.
 
 The rule is implemented three times: as torch operations for every policy and device (`decide`), in Python numbers for
-the common policies on a CPU (`decide_on_host`), and as a Triton kernel (`kernels/triton_kernels.py`). Tests compare the
-three.
+the common policies on a CPU (`step/host_step.py`), and as a Triton kernel (`kernels/triton_kernels.py`). Tests compare
+the three.
 """
 
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,13 +21,12 @@ from gradilocks.ranks.layout import Layout
 from gradilocks.step.clip_stage import Clipping, ClipStage
 from gradilocks.step.state import StepState
 
-__all__ = ["ROW", "Decision", "clip_rule", "decide", "decide_on_host", "local_row"]
+__all__ = ["ROW", "Decision", "clip_rule", "decide", "local_row"]
 
 ROW = ("skipped", "rejected", "scale", "norm", "limit", "clipped", "step", "nan", "inf", "largest")
 """Numbers of one step, in float64. `norm` and `limit` are of the unscaled gradients, `largest` of the scaled ones."""
 
 _FLOAT32 = torch.finfo(torch.float32)
-_FLAGS = torch.zeros(()), torch.ones(())
 _NAN, _INF = STATISTICS.index("nan"), STATISTICS.index("inf")
 
 
@@ -181,77 +179,6 @@ def decide(
         statistics=lambda: statistics,
         clipping=clipping,
         rank_rows=None if layout is None else rows,
-    )
-
-
-def decide_on_host(
-    measured: Tensor | float,
-    clip: ClipByNorm,
-    state: StepState,
-    *,
-    layout: Layout | None = None,
-    is_unscaled: bool = False,
-    max_gradient: float,
-    has_float64: bool = False,
-    loss: Tensor | None = None,
-    overflow: Tensor | None = None,
-) -> Decision:
-    """`decide` in Python numbers, for CPU tensors and one ClipByNorm: 20 us instead of 300.
-
-    Args:
-        measured: statistics as for `decide`; or, on one rank, the norm alone, which must be finite.
-        clip: the clip policy; the other arguments are those of `decide`.
-    """
-    scale, step, ranks_differ, rows = state.scale.item(), int(state.steps) + 1, False, None
-    nan, inf = (0.0, 0.0) if isinstance(measured, float) else measured.sum(dim=1).tolist()[_NAN:]
-    if layout is None or isinstance(measured, float):
-        bad = nan + inf + (0.0 if overflow is None else overflow.item())
-        if isinstance(measured, float):
-            norm = measured
-        else:
-            norm = 0.0 if nan + inf else torch.linalg.vector_norm(measured[0], clip.order).item()
-    else:
-        row = local_row(measured, order=clip.order, layout=layout, state=state, loss=loss, overflow=overflow)
-        rows = gather_rows(row, layout)
-        power, bad, _ = (number.item() for number in combine(rows, clip.order))
-        norm = power if clip.order == math.inf else power ** (1.0 / clip.order)
-        ranks_differ = bool(disagreement(rows))
-    if not has_float64 and _FLOAT32.tiny <= norm <= _FLOAT32.max:
-        norm = array("f", [norm])[0]
-    broken = bad > 0 or ranks_differ or not math.isfinite(norm)
-    gradient_scale = 1.0 if is_unscaled else scale
-    coefficient = 1.0 if broken else min(1.0, clip.max_norm / (norm / gradient_scale + 1e-6))
-    multiplier = coefficient / gradient_scale
-    skipped = broken or (multiplier > 1.0 and norm * multiplier > max_gradient) or math.isinf(multiplier)
-    multiplier = 1.0 if skipped else multiplier
-    reported = norm / gradient_scale if not bad else math.nan if nan else math.inf
-    clipped = coefficient < 1.0 and not skipped
-    numbers = (skipped, False, scale, reported, clip.max_norm, clipped, step, nan, inf)
-
-    def make_row() -> Tensor:
-        largest = math.nan
-        if not isinstance(measured, float):
-            largest = (measured[1].amax() if rows is None else combine(rows, clip.order)[2]).item()
-            largest = largest * scale if is_unscaled else largest
-        return torch.tensor((*numbers, largest), dtype=torch.float64)
-
-    def read_statistics() -> Tensor:
-        if isinstance(measured, float):
-            raise RuntimeError(
-                "the gradients were not measured one by one. Without the C extension a CPU measures only their global "
-                "norm, unless the control has a subscriber or a recorder."
-            )
-        return measured
-
-    return Decision(
-        skip=_FLAGS[skipped],
-        multiplier=multiplier,
-        divisor=min(1.0 / multiplier, _FLOAT32.max) if multiplier else math.inf,
-        overflow=_FLAGS[skipped],
-        row=make_row,
-        statistics=read_statistics,
-        is_skipped=skipped,
-        rank_rows=rows,
     )
 
 

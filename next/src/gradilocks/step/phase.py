@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,22 +26,22 @@ class Phase(enum.Enum):
     USED = "gradients of a finished step"
 
 
-class _Mark:
+class _Mark(NamedTuple):
     """Weak reference to the gradient of a parameter, with its version at this time."""
 
-    def __init__(self, param: Tensor) -> None:
-        assert param.grad is not None
-        self._param, self._gradient, self._version = param, weakref.ref(param.grad), version_of(param.grad)
+    param: Tensor
+    reference: weakref.ref[Tensor]
+    version: int
 
     def gradient(self) -> Tensor | None:
         """The gradient; None if the parameter now has a different one or none."""
-        gradient = self._gradient()
-        return gradient if gradient is not None and self._param.grad is gradient else None
+        gradient = self.reference()
+        return gradient if gradient is not None and self.param.grad is gradient else None
 
     def is_unchanged(self) -> bool:
         """True if the parameter still has this gradient and it has not been written to."""
         gradient = self.gradient()
-        return gradient is not None and version_of(gradient) == self._version
+        return gradient is not None and version_of(gradient) == self.version
 
     @torch.no_grad()
     def is_nonzero(self) -> Tensor:
@@ -86,7 +86,7 @@ class OptimizerPhase:
         if self.phase is Phase.UNSCALED and any(mark.is_nonzero() for mark in self._marks):
             if not may_be_for_another_optimizer:
                 raise ScaleMisuse(_ONTO_UNSCALED)
-            self._watched = list(map(_Mark, self._with_gradients()))
+            self._watched = self._mark(every=True)
             return
         # A GAN's second loss may add to the used gradients of the first optimizer, which are cleared before its next
         # backward pass. The error, and the device read that it needs, are therefore deferred to the step.
@@ -154,17 +154,17 @@ class OptimizerPhase:
 
     def _enter(self, phase: Phase, overflow: Tensor | None = None) -> None:
         self.phase, self.overflow, self._leftovers = phase, overflow, []
-        params = [] if phase is Phase.CLEAR else self._with_gradients(only_ends=True)
-        self._marks = list(map(_Mark, params))
+        self._marks = [] if phase is Phase.CLEAR else self._mark()
 
-    def _with_gradients(self, *, only_ends: bool = False) -> list[Tensor]:
-        """The parameters with a gradient; with `only_ends` the first and last, since gradients are cleared together."""
+    def _mark(self, *, every: bool = False) -> list[_Mark]:
+        """Marks the first and the last gradient, since gradients are cleared together, or every gradient."""
         groups = self._optimizer.param_groups
-        if not only_ends:
-            return [p for group in groups for p in group["params"] if p.grad is not None]
-        first = next((p for group in groups for p in group["params"] if p.grad is not None), None)
-        last = next((p for group in reversed(groups) for p in reversed(group["params"]) if p.grad is not None), None)
-        return [p for p in (first, last) if p is not None]
+        params = [p for group in groups for p in group["params"] if p.grad is not None] if every else []
+        if not every:
+            params += next(([p] for group in groups for p in group["params"] if p.grad is not None), [])
+            backward = (p for group in reversed(groups) for p in reversed(group["params"]))
+            params += next(([p] for p in backward if p.grad is not None), [])
+        return [_Mark(p, weakref.ref(p.grad), version_of(p.grad)) for p in params]
 
 
 _ONTO_UNSCALED = (

@@ -5,26 +5,34 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from functools import partial
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gradilocks import kernels
+from gradilocks.clip import ClipByNorm
 from gradilocks.errors import NoGradients
 from gradilocks.kernels.pointer_table import is_capturing, upload
+from gradilocks.optim.fused_step import FusedStep
 from gradilocks.ranks.layout import Layout, local
 from gradilocks.step.clip_stage import ClipStage
-from gradilocks.step.decide import Decision, clip_rule, decide, decide_on_host
+from gradilocks.step.decide import Decision, clip_rule, decide
 from gradilocks.step.gradients import check_float16, find, first_device, largest_finite, parameters
+from gradilocks.step.host_step import HostStep
 from gradilocks.step.measure import statistics_of
 from gradilocks.step.state import StepState
 from gradilocks.step.update import can_bypass_step, update, uses_amp_arguments
 from gradilocks.torch_private import mark_stepped
 
+if TYPE_CHECKING:
+    from gradilocks.kernels.recorded_step import RecordedStep
+
 __all__ = ["StepPlan"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of parameters that the recorded step and the host step process."""
 
 
 class StepPlan:
@@ -58,17 +66,16 @@ class StepPlan:
         """Names on every rank, or one list if all are equal; None until the ranks have exchanged them."""
         self._state = state
         dtypes = {param.dtype for param in self.params}
-        self._has_cpu_kernels = kernels.has_kernels("cpu")
         self._has_float16 = torch.float16 in dtypes
         self._has_float64 = bool(dtypes & {torch.float64, torch.complex128})
         self._max_gradient = largest_finite(self.params)
         rules = state.rules
         self._rule = clip_rule(policies) if rules is not None else None
         self._scale_moves = rules is None or rules.moves
-        self._recorded: Any = None
-        self._fused: Any = None
+        self._fast: RecordedStep | HostStep | None = None
+        self._fused: FusedStep | None = None
         self._bypasses_step = False
-        self._recorded_scale: Tensor | None = None
+        self._scale: Tensor | None = None
 
     def step(
         self,
@@ -90,17 +97,24 @@ class StepPlan:
         """
         if self._has_float16 and self._state.policy is not None and not is_unscaled:
             self._check_float16()
-        if self._prepare_recorded():
-            addresses = self._recorded.addresses_of([param.grad for param in self.params])
-            if addresses is not None:
-                self._check_present(any(addresses))
+        grads = [param.grad for param in self.params]
+        self._check_present(grads)
+        if self._has_fast_step():
+            assert self._fast is not None
+            if self._fused is None:
+                self._check_parameters()
+            decision = self._fast.run(
+                grads,
+                is_unscaled=is_unscaled,
+                moves=moves and self._scale_moves,
+                overflow=overflow,
+                loss=loss,
+                detail=detail,
+            )
+            if decision is not None:
                 if self._fused is None:
-                    self._check_parameters()
-                moves = moves and self._scale_moves
-                slot = self._recorded.run(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
-                decision = self._recorded_decision(slot)
-                if self._fused is None:
-                    self._update(decision, find(self.params))
+                    with torch.no_grad():
+                        self._update(decision, find(self.params))
                 else:
                     for optimizer in self.optimizers:
                         mark_stepped(optimizer)
@@ -122,51 +136,40 @@ class StepPlan:
         loss: Tensor | None = None,
         detail: bool = False,
     ) -> Decision:
-        """Measures the gradients and decides the step; changes nothing.
+        """Measures the gradients and decides the step by torch operations; changes nothing.
 
         Args:
             tensors: the gradients.
             is_unscaled, overflow, loss, detail: as for `step`.
         """
-        present = [tensor for tensor in tensors if tensor is not None]
-        self._check_present(bool(present))
+        self._check_present(tensors)
         device = first_device(self.optimizers)
         if self._state.steps.device != device:
             self._state.to(device)
-        options: dict[str, Any] = {
-            "layout": self.layout,
-            "is_unscaled": is_unscaled,
-            "max_gradient": self._max_gradient,
-            "has_float64": self._has_float64,
-            "loss": loss,
-            "overflow": overflow,
-        }
-        rule = self._rule if device.type == "cpu" else None
-        if rule is not None and not detail and overflow is None and self.layout is None and not self._has_cpu_kernels:
-            # In plain torch the global norm alone takes half the time of a norm for each gradient.
-            norm = kernels.norm(present, self.clip.order) if _are_on_cpu(present) else math.nan
-            if math.isfinite(norm):
-                return decide_on_host(float(norm), rule, self._state, **options)
-        if present:
+        if any(tensor is not None for tensor in tensors):
             # Only policies beyond the plain rules use the largest magnitude.
             is_detailed = detail or self._rule is None
             statistics = statistics_of(tensors, order=self.clip.order, detail=is_detailed).to(device)
         else:  # The other ranks wait for this one, so it contributes zeros.
             statistics = torch.zeros(len(kernels.STATISTICS), len(tensors), dtype=torch.float64, device=device)
-        if rule is not None:
-            return decide_on_host(statistics, rule, self._state, **options)
-        return decide(statistics, tensors, self.clip, self._state, **options)
+        return decide(
+            statistics,
+            tensors,
+            self.clip,
+            self._state,
+            layout=self.layout,
+            is_unscaled=is_unscaled,
+            max_gradient=self._max_gradient,
+            has_float64=self._has_float64,
+            loss=loss,
+            overflow=overflow,
+        )
 
     @torch.no_grad()
     def advance(self, decision: Decision, *, moves: bool) -> None:
         """Counts a decided step, moves the scale and updates the clip policies."""
         state = self._state
         state.steps += 1
-        if decision.is_skipped is not None:
-            state.streak.add_(1) if decision.is_skipped else state.streak.zero_()
-            if moves:
-                state.move_on_host(decision.is_skipped)
-            return
         state.streak.copy_(torch.where(decision.overflow, state.streak + 1, 0))
         if decision.clipping is not None:
             self.clip.update(decision.clipping, decision.skip == 0)
@@ -195,45 +198,63 @@ class StepPlan:
                 "add_param_group() construct a new GradientControl; load_state_dict() transfers the state."
             )
 
-    def _check_present(self, has_any: bool) -> None:
-        if not has_any and self.layout is None:
+    def _check_present(self, grads: Sequence[Tensor | None]) -> None:
+        if self.layout is None and not any(grad is not None for grad in grads):
             raise NoGradients(
                 f"none of the {len(self.params)} parameters has a gradient. Call backward() before step(), and check "
                 "that the loss depends on the parameters of this optimizer."
             )
 
-    # --- the recorded step ------------------------------------------------------------------------------------------
+    # --- the recorded step and the host step ------------------------------------------------------------------------
 
-    def _prepare_recorded(self) -> bool:
-        """Creates the recorded step, or replaces an outdated one; returns False if this step cannot be recorded."""
-        if self._recorded is not None and self._is_recorded_current():
+    def _has_fast_step(self) -> bool:
+        """Creates the recorded step or the host step, or replaces an outdated one; False if neither applies."""
+        if self._fast is not None and self._is_fast_step_current():
             return True
+        self._fast = None
         device = first_device(self.optimizers)
         if self._rule is None or self._rule.order not in (1.0, 2.0, math.inf):
             return False
-        if not kernels.has_recorded_step(device.type):
+        is_recorded = kernels.has_recorded_step(device.type)
+        if not is_recorded and (device.type != "cpu" or self.layout is not None):
             return False
         if is_capturing(device):
             raise RuntimeError(
                 "the first step creates optimizer state and tables, which a CUDA graph cannot capture. Take a step "
                 "before the capture, as torch recommends for warm-up."
             )
-        self._state.to(device)
         self._check_parameters()
-        from gradilocks.kernels.recorded_step import RecordedStep
-        from gradilocks.kernels.triton_kernels import TYPES, StepTensors
-        from gradilocks.optim.fused_step import FusedStep
-
-        if any(local(param).device != device or param.dtype not in TYPES for param in self.params):
+        if not all(_is_supported(local(param), device) for param in self.params):
             self._rule = None
             return False
+        self._state.to(device)
+        self._scale = self._state.scale
         self._bypasses_step = all(map(can_bypass_step, self.optimizers))
-        self._recorded_scale = self._state.scale
         self._fused = FusedStep.make(self.optimizers) if self._bypasses_step else None
+        if is_recorded:
+            self._fast = self._recorded_step(self._rule, device)
+        else:
+            self._fast = HostStep(
+                self.params, self._state, self._rule, max_gradient=self._max_gradient, fused=self._fused
+            )
+        return True
+
+    def _is_fast_step_current(self) -> bool:
+        """True if the fast step still uses the current tensors of the state and of the optimizers."""
+        if self._scale is not self._state.scale or self._bypasses_step != all(map(can_bypass_step, self.optimizers)):
+            return False
+        if self._fused is None:
+            return self.params[0].device == self._state.scale.device
+        return self._fused.is_current()
+
+    def _recorded_step(self, rule: ClipByNorm, device: torch.device) -> RecordedStep:
+        from gradilocks.kernels.recorded_step import RecordedStep
+        from gradilocks.kernels.triton_kernels import StepTensors
+
         scale, rules = self._state.tensors, self._state.rules
         assert rules is not None
         numbers = [
-            self._rule.max_norm,
+            rule.max_norm,
             self._max_gradient,
             rules.growth_factor,
             rules.backoff_factor,
@@ -253,33 +274,8 @@ class StepPlan:
             divisor=torch.ones((), dtype=torch.float32, device=device),
             multiplier=torch.ones((), dtype=torch.float64, device=device),
         )
-        self._recorded = RecordedStep(
-            self.params, tensors, order=self._rule.order, fused=self._fused, layout=self.layout
-        )
-        return True
-
-    def _is_recorded_current(self) -> bool:
-        """True if the recorded step still uses the current tensors of the state and of the optimizers."""
-        if self._recorded_scale is not self._state.scale or self._bypasses_step != all(
-            map(can_bypass_step, self.optimizers)
-        ):
-            return False
-        if self._fused is None:
-            return bool(self.params[0].device == self._state.scale.device)
-        return bool(self._fused.is_current())
-
-    def _recorded_decision(self, slot: int) -> Decision:
-        recorded = self._recorded
-        return Decision(
-            skip=recorded.skip,
-            multiplier=recorded.multiplier,
-            divisor=recorded.divisor,
-            overflow=recorded.skip,
-            row=partial(recorded.row, slot),
-            statistics=partial(recorded.statistics, slot),
-            rank_rows=None if self.layout is None else recorded.rows.clone(),
-        )
+        return RecordedStep(self.params, tensors, order=rule.order, fused=self._fused, layout=self.layout)
 
 
-def _are_on_cpu(tensors: Sequence[Tensor]) -> bool:
-    return {tensor.device.type for tensor in tensors} == {"cpu"}
+def _is_supported(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device == device and tensor.dtype in _DTYPES and tensor.layout is torch.strided

@@ -102,17 +102,6 @@ class StepState:
         is_skipped = torch.stack([decision.skip.to(device) for decision in decisions]).amin() > 0
         self.move(overflow, largest, keep_scale=is_skipped & ~overflow)
 
-    def move_on_host(self, overflow: bool) -> None:
-        """`move` for CPU tensors and plain rules: a finite step that does not grow the scale only counts up."""
-        rules = self.rules
-        if rules is not None and not rules.moves:
-            return
-        tracker = self.tensors["growth_tracker"]
-        if rules is not None and not overflow and tracker.item() + 1 < rules.growth_interval:
-            tracker += 1
-        else:
-            self.move(torch.tensor(overflow), torch.tensor(math.nan))
-
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     source = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor

@@ -36,6 +36,14 @@ struct Statistics {
   double sum = 0.0;  // Of the p-th powers.
   double largest = 0.0;
   int64_t zeros = 0, nan = 0, inf = 0;
+
+  void operator+=(const Statistics& other) {
+    sum += other.sum;
+    largest = other.largest > largest ? other.largest : largest;
+    zeros += other.zeros;
+    nan += other.nan;
+    inf += other.inf;
+  }
 };
 
 // The lanes are a local array, so that the compiler keeps them in registers: in memory they take four times as long.
@@ -173,7 +181,8 @@ EXPORT void gl_set_parallel(void* parallel, void* thread_number, void* thread_co
             reinterpret_cast<decltype(OpenMP::thread_count)>(thread_count)};
 }
 
-// order: 1, 2, or 0 for inf. out: [5][n], the rows of STATISTICS. Returns -1 if memory is exhausted, else 0.
+// order: 1, 2, or 0 for inf. out: [5][n], the rows of STATISTICS, then norm, largest magnitude and number of NaN and of
+// Inf of all tensors together. Returns -1 if memory is exhausted, else 0.
 EXPORT int gl_measure(const int64_t* addresses, const int64_t* sizes, const int32_t* dtypes, int64_t n, int order,
                       double* out, int threads) {
   const Tensors tensors{addresses, sizes, n, threads};
@@ -193,23 +202,28 @@ EXPORT int gl_measure(const int64_t* addresses, const int64_t* sizes, const int3
                                   : measure_chunk<0>(x + from, count);
     }
   });
+  const auto norm = [order](const Statistics& all) {
+    const double root = order == 0 ? all.largest : order == 1 ? all.sum : sqrt(all.sum);
+    return all.nan > 0 ? NAN : all.inf > 0 ? INFINITY : root;
+  };
   const Statistics* part = parts;
+  Statistics total;
   for (int64_t i = 0; i < n; ++i) {
     Statistics tensor;
     for (int64_t left = tensors.size(i); left > 0; left -= READ_CHUNK, ++part) {
-      tensor.sum += part->sum;
-      tensor.largest = part->largest > tensor.largest ? part->largest : tensor.largest;
-      tensor.zeros += part->zeros;
-      tensor.nan += part->nan;
-      tensor.inf += part->inf;
+      tensor += *part;
     }
-    const double norm = order == 0 ? tensor.largest : order == 1 ? tensor.sum : sqrt(tensor.sum);
-    out[i] = tensor.nan > 0 ? NAN : tensor.inf > 0 ? INFINITY : norm;
+    total += tensor;
+    out[i] = norm(tensor);
     out[n + i] = tensor.largest;
     out[2 * n + i] = static_cast<double>(tensor.zeros);
     out[3 * n + i] = static_cast<double>(tensor.nan);
     out[4 * n + i] = static_cast<double>(tensor.inf);
   }
+  out[5 * n] = norm(total);
+  out[5 * n + 1] = total.largest;
+  out[5 * n + 2] = static_cast<double>(total.nan);
+  out[5 * n + 3] = static_cast<double>(total.inf);
   free(parts);
   return 0;
 }
