@@ -181,6 +181,7 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a module, and notes which autograd nodes it creates."""
         outer = _thread.modules
+        self.label((args, kwargs), outer[-1] if outer else None)  # Created before this call.
         _thread.modules = (*outer, module)
         try:
             output = call_module(module, *args, **kwargs)

@@ -36,6 +36,25 @@ class Divide(nn.Module):
         return x / (x - x)
 
 
+class LengthBetweenLayers(nn.Module):
+    """An operation of its own between two children; the gradient of sqrt(0) is Inf."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.second(self.first(x).square().sum(-1, keepdim=True).sqrt())
+
+
+def test_an_operation_between_two_children_belongs_to_their_parent():
+    model = nn.ModuleDict({"net": LengthBetweenLayers()})
+    with trace(model) as found:
+        model["net"](torch.zeros(2, 4)).sum().backward()
+    assert found.culprit.operation == "div (SqrtBackward0)"
+    assert found.culprit.module == "net"
+
+
 class Quiet(nn.Module):
     """Everything that a replay must put back."""
 
