@@ -147,7 +147,8 @@ class HostStep:
             return None
         else:
             table = self._table.measure(self._clip.order, addresses)
-            totals, statistics = Totals(*table[-len(Totals._fields) :]), partial(_statistics, table)
+            count = len(STATISTICS) * len(self._params)
+            totals, statistics = Totals(*table[count:]), partial(_statistics, table, count)
         decision = decide_on_host(
             totals,
             self._clip,
@@ -176,8 +177,8 @@ class HostStep:
             self._state.move(_FLAGS[skipped] > 0, torch.tensor(math.nan))
 
 
-def _statistics(table: array[float]) -> Tensor:
-    return torch.frombuffer(table, dtype=torch.float64)[: -len(Totals._fields)].view(len(STATISTICS), -1)
+def _statistics(table: array[float], count: int) -> Tensor:
+    return torch.frombuffer(table, dtype=torch.float64, count=count).view(len(STATISTICS), -1)
 
 
 def _raise_unmeasured() -> Tensor:
