@@ -14,7 +14,11 @@ def main() -> int:
             raise
         print("gradilocks: typer is not installed: pip install 'gradilocks[cli]'", file=sys.stderr)
         return 1
-    return run_command()
+    status = run_command()
+    if status == 130:  # Die of SIGINT as Python does: a shell's loop goes on after a mere exit status of 130.
+        sys.excepthook = lambda *error: None
+        raise KeyboardInterrupt
+    return status
 
 
 if __name__ == "__main__":

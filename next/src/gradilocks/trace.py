@@ -265,6 +265,8 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for tensor, known, has in zip(inputs, keys, before, strict=True)
                 if value in has
             ]
+            if value == "Inf" and name == "logsumexp" and all(origin.is_mask for origin in parents):
+                parents = []  # A row that is masked completely.
             if not parents and value == "NaN" and not _is_masked_row(name, inputs, before):
                 parents = [
                     origin
@@ -288,7 +290,7 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 source, name = "kernel", ""
             known[value] = self._new_origin(source, value, "", [tensor])
             known[value].module = name or known[value].module
-            known[value].is_mask = value == "Inf" and _is_mask(tensor)
+            known[value].is_mask = value == "Inf" and source != "received" and _is_mask(tensor)
         return known[value]
 
     def _new_origin(self, source: str, value: str, name: str, inputs: list[Tensor]) -> Origin:
@@ -335,7 +337,7 @@ def nonfinite_values(tensor: Tensor) -> tuple[str, ...]:
 
 def _is_masked_row(name: str, inputs: list[Tensor], before: list[Any]) -> bool:
     """True for softmax and its like if the Inf among the inputs are all negative, which is how masks are written."""
-    if not any(part in name for part in _ABSORBS_NEGATIVE_INF):
+    if "backward" in name or not any(part in name for part in _ABSORBS_NEGATIVE_INF):
         return False
     return not any(bool(torch.isposinf(tensor).any()) for tensor, has in zip(inputs, before, strict=True) if has)
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gradilocks import events
 from gradilocks.errors import NonFiniteGradient
-from gradilocks.run.gradients import StepObserver
+from gradilocks.run.step_observer import StepObserver
 
 __all__ = ["Hooks"]
 

@@ -87,7 +87,12 @@ class Call:
                     tensor.register_hook(lambda grad, i=i: self._receive(i, grad))  # type: ignore[no-untyped-call]
 
     def _receive(self, i: int, grad: Tensor) -> None:
-        self.is_differentiated_twice |= grad.requires_grad
+        # With create_graph=True the gradient becomes part of the loss; the second backward pass cannot be repeated.
+        if torch.is_grad_enabled() and not self.is_differentiated_twice:
+            self.is_differentiated_twice = True
+            self.received.clear()
+        elif self.is_differentiated_twice and not torch.is_grad_enabled():
+            return
         grad = grad.detach()
         self.received[i] = grad if i not in self.received else self.received[i] + grad
 
@@ -211,7 +216,7 @@ class _Counters:
                 (weakref.ref(module), name): value
                 for module in self._modules
                 for name, value in vars(module).items()
-                if type(value) in (int, float)
+                if type(value) in (bool, int, float)
             }
             self._changing |= {key for key, value in now.items() if self._last.get(key, value) != value}
             self._last = now
@@ -264,19 +269,18 @@ class _Replay:
     """True if an output of the call itself was not finite."""
 
 
-def find_culprit(
-    log: CallLog, params: Sequence[Tensor], names: Mapping[nn.Module, str], *, is_loss_finite: bool
-) -> Culprit:
-    """Replays the calls of a log and names the origin of non-finite gradients.
+def find_culprit(log: CallLog, params: Sequence[Tensor], names: Mapping[nn.Module, str], *, loss_value: str) -> Culprit:
+    """Replays the calls of a log and names the origin of non-finite gradients, or of a non-finite loss.
 
     Nothing outside of the replay changes: parameters, gradients, buffers, generators and numbers in module attributes
     are put back.
 
     Args:
         log: the calls behind the gradients.
-        params: parameters with non-finite gradients, before anything has written to these gradients.
+        params: parameters with non-finite gradients, before anything has written to these gradients. Empty if only the
+            loss is not finite.
         names: see `module_names`.
-        is_loss_finite: False if the loss itself is NaN or Inf.
+        loss_value: "NaN" or "Inf" if the loss itself is; "" if it is finite.
     """
     corrupt = _corrupt_parameters(log.calls, params, names)
     if corrupt is not None:
@@ -288,24 +292,26 @@ def find_culprit(
         replays = [_replay(call, names) for call in log.calls]
     finally:
         _set_random_state(random_state)
-    culprit = _conclude(replays, params, was_cut=log.was_cut, is_loss_finite=is_loss_finite)
-    largest = max(float(param.detach().abs().max()) for param in params if param.numel())
+    culprit = _conclude(replays, params, was_cut=log.was_cut, loss_value=loss_value)
+    largest = max((float(param.detach().abs().max()) for param in params if param.numel()), default=0.0)
     if largest > LARGE_WEIGHT:
         culprit = replace(culprit, text=f"{culprit.text}; weights have grown to {largest:.4g}")
     return culprit
 
 
-def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, was_cut: bool, is_loss_finite: bool) -> Culprit:
+def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, was_cut: bool, loss_value: str) -> Culprit:
     """The earliest origin that the replays connect to the parameters' gradients."""
     bad = {id(param) for param in params}
-    found = [origin for replay in replays for key, origin in replay.gradients.items() if key in bad]
+    found = not bad or any(key in bad for replay in replays for key in replay.gradients)
     for replay in replays:  # Of several micro-batches the first; within one call the earliest operation.
         inside = [o for key, o in replay.gradients.items() if key in bad and o.source != "received"]
-        if replay.call.is_differentiated_twice:
+        if replay.call.is_differentiated_twice and not loss_value:
             inside = [origin for origin in inside if origin.phase == "forward"]
+        elif replay.call.is_differentiated_twice and replay.input_gradient is not None:
+            inside.append(replay.input_gradient)
         if replay.reason:
             continue
-        if replay.output is not None and not replay.output.is_mask and not is_loss_finite and found:
+        if replay.output is not None and not replay.output.is_mask and loss_value and found:
             inside.append(replay.output)
         if inside:
             return culprit_from(_before_input(min(inside, key=lambda origin: origin.order), replay, replays))
@@ -329,7 +335,7 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, was_cut: bool
         for replay in reversed(replays):
             if replay.input_gradient is not None and replay.input_gradient.source != "received":
                 return culprit_from(replay.input_gradient)
-        return _after_modules(replays, is_loss_finite=is_loss_finite)
+        return _after_modules(replays, loss_value)
     return _after_backward(replays, bad)
 
 
@@ -341,15 +347,14 @@ def _before_input(origin: Origin, replay: _Replay, replays: list[_Replay]) -> Or
     return next((other.output for other in earlier if other.output is not None), origin)
 
 
-def _after_modules(replays: list[_Replay], *, is_loss_finite: bool) -> Culprit:
+def _after_modules(replays: list[_Replay], loss_value: str) -> Culprit:
     """The culprit if the outputs of all modules are finite and the gradient that comes back to them is not."""
-    last = next(replay for replay in reversed(replays) if replay.call.received)
-    name, phase = type(last.call.module).__name__, "backward" if is_loss_finite else "forward"
-    value = next(value for grad in last.call.received.values() for value in nonfinite_values(grad))
-    text = (
-        f"first {value}: in the script's own code after {name} ({phase}); the outputs of all modules are finite, "
-        + ("the gradient that comes back to them is not" if is_loss_finite else "the loss is not")
-    )
+    last = next((replay for replay in reversed(replays) if replay.call.received), replays[-1])
+    name, phase = type(last.call.module).__name__, "forward" if loss_value else "backward"
+    received = (value for grad in last.call.received.values() for value in nonfinite_values(grad))
+    value = loss_value or next(received)
+    text = f"first {value}: in the script's own code after {name} ({phase}); the outputs of all modules are finite, "
+    text += "the loss is not" if loss_value else "the gradient of these outputs is not"
     return Culprit(True, text, value=value, source="script", phase=phase)
 
 
@@ -394,7 +399,7 @@ def _corrupt_parameters(
     if not bad:
         return None
     name, values = bad[0]
-    more = f" and {len(bad) - 1} other parameters" if len(bad) > 1 else ""
+    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
     text = f"{values[0]} in parameter {name}{more}, before this step's forward pass; the cause is earlier"
     return Culprit(True, text, value=values[0], module=name, source="parameter")
 
@@ -559,14 +564,14 @@ def module_names(params: Sequence[Tensor]) -> dict[nn.Module, str]:
     outermost = [module for module in modules if id(module) not in inner]
     owned = {top: trained.intersection(map(id, top.parameters())) for top in outermost}
     outermost.sort(key=lambda top: len(owned[top]), reverse=True)
-    owners = []
+    owners: set[int] = set()  # By id: the metrics of torchmetrics are modules and define ==.
     for top in outermost:  # A slice or copy of a model's list of layers owns nothing that the model does not.
         if owned[top] & trained:
-            owners.append(top)
+            owners.add(id(top))
             trained -= owned[top]
     names: dict[nn.Module, str] = {}
-    for top in sorted(outermost, key=lambda top: top not in owners):
-        prefix = "" if owners == [top] else _variable(top) or type(top).__name__
+    for top in sorted(outermost, key=lambda top: id(top) not in owners):
+        prefix = "" if owners == {id(top)} else _variable(top) or type(top).__name__
         for path, module in top.named_modules():
             parts = [part for part in path.split(".") if part not in WRAPPER_ATTRIBUTES]
             if isinstance(top, _REPLICATING) and parts[0] == "module":

@@ -23,7 +23,7 @@ from gradilocks.errors import GradilocksError
 
 if TYPE_CHECKING:
     from gradilocks.record import Recorder
-    from gradilocks.run.gradients import StepObserver
+    from gradilocks.run.step_observer import StepObserver
     from gradilocks.run.hooks import Hooks
 
 __all__ = ["Options", "RunResult", "run_script"]
@@ -123,7 +123,7 @@ class _Session:
     def begin(self) -> None:
         """Installs the hooks."""
         from gradilocks.record import Recorder
-        from gradilocks.run.gradients import StepObserver
+        from gradilocks.run.step_observer import StepObserver
         from gradilocks.run.hooks import Hooks
 
         options = self._options

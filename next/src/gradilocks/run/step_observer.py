@@ -22,7 +22,7 @@ from gradilocks.run.replay import CallLog, find_culprit, module_names
 from gradilocks.step.gradients import find, parameters
 from gradilocks.step.measure import statistics_of
 from gradilocks.torch_private import supports_amp_scaling
-from gradilocks.trace import Culprit
+from gradilocks.trace import Culprit, nonfinite_values
 
 __all__ = ["StepObserver"]
 
@@ -107,7 +107,8 @@ class StepObserver:
 
     def begin_backward(self, tensors: Any) -> None:
         """Backward begins from one or several tensors."""
-        self._since = _Since()
+        # LBFGS calls its closure several times in a step; the first culprit is the step's.
+        self._since = _Since(culprit=self._since.culprit if self._stepping else None)
         if self._has_stepped:  # Several optimizers that step after one backward share its loss.
             self._losses, self._has_stepped = [], False
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
@@ -159,6 +160,8 @@ class StepObserver:
     def begin_step(self, optimizer: Any, *, has_closure: bool) -> None:
         """`optimizer.step()` begins."""
         self._first_closure = None
+        if has_closure:
+            self._since = _Since()
         for i, outer in enumerate(self._stepping):
             if outer is optimizer:  # Its last step raised an error.
                 del self._stepping[i:]
@@ -207,13 +210,12 @@ class StepObserver:
         self._has_stepped = True
         self.recorder(record)
         if self.calls is not None:
+            bad = []
             if record.outcome.skipped and not record.outcome.rejected:
                 params = parameters([record.control.optimizers[i] for i in record.optimizers])
                 bad = [p for p in params if (grad := find([p])[0]) is not None and not bool(grad.isfinite().all())]
-                is_loss_finite = record.outcome.loss_is_finite is not False
-                self._trace(bad, record.outcome.step, self.recorder.index_of(record), is_loss_finite=is_loss_finite)
-            else:
-                self._are_weights_corrupt = False
+            losses = [] if record.loss is None else [record.loss]
+            self._trace(bad, record.outcome.step, self.recorder.index_of(record), losses)
             self.calls.note_step()
 
     def log(self, **numbers: Any) -> None:
@@ -261,11 +263,7 @@ class StepObserver:
         tracked = self._track(optimizer)
         self._measure(parameters([optimizer]))
         bad = self._bad(optimizer)
-        if bad and self._since.culprit is None:
-            is_loss_finite = all(bool(loss.isfinite()) for loss, _ in self._losses)
-            self._trace(bad, tracked.step + 1, tracked.index, is_loss_finite=is_loss_finite)
-        elif not bad:
-            self._are_weights_corrupt = False
+        self._trace(bad, tracked.step + 1, tracked.index, [loss for loss, _ in self._losses])
         return tracked, bad
 
     def _record(self, optimizer: Any, *, is_skipped: bool) -> None:
@@ -360,14 +358,19 @@ class StepObserver:
         reference, name = self._names.get(id(param), (None, ""))
         return name if reference is not None and reference() is param else ""
 
-    def _trace(self, bad: list[Tensor], step: int, index: int, *, is_loss_finite: bool) -> None:
-        """Finds and reports the culprit of a bad step."""
-        if self.calls is None or self._replays >= MAX_REPLAYS or not bad or self._are_weights_corrupt:
+    def _trace(self, bad: list[Tensor], step: int, index: int, losses: list[Tensor]) -> None:
+        """Finds and reports the culprit of a step whose gradients or losses are not finite."""
+        if self.calls is None or self._since.culprit is not None:
+            return
+        loss_value = next((value for loss in losses for value in nonfinite_values(loss)), "")
+        if not bad and not loss_value:
+            self._are_weights_corrupt = False
+        if self._replays >= MAX_REPLAYS or self._are_weights_corrupt or not (bad or loss_value):
             return
         self._replays += 1
         optimizers = [optimizer for tracked in self._tracked if (optimizer := tracked.optimizer()) is not None]
         names = module_names([*bad, *parameters(optimizers)] if optimizers else bad)
-        culprit = find_culprit(self.calls, bad, names, is_loss_finite=is_loss_finite)
+        culprit = find_culprit(self.calls, bad, names, loss_value=loss_value)
         self._since.culprit = culprit
         self._are_weights_corrupt = culprit.source == "parameter"
         line = {"kind": "culprit", "step": step, "optimizer": index, "rank": self.recorder.rank}
