@@ -23,8 +23,8 @@ from gradilocks.errors import GradilocksError
 
 if TYPE_CHECKING:
     from gradilocks.record import Recorder
-    from gradilocks.run.step_observer import StepObserver
     from gradilocks.run.hooks import Hooks
+    from gradilocks.run.step_observer import StepObserver
 
 __all__ = ["Options", "RunResult", "run_script"]
 
@@ -123,8 +123,8 @@ class _Session:
     def begin(self) -> None:
         """Installs the hooks."""
         from gradilocks.record import Recorder
-        from gradilocks.run.step_observer import StepObserver
         from gradilocks.run.hooks import Hooks
+        from gradilocks.run.step_observer import StepObserver
 
         options = self._options
         self._recorder = Recorder(
