@@ -1,100 +1,90 @@
-"""Gradilocks keeps the gradients of a PyTorch training run in the Goldilocks zone.
+"""Gradient magnitude control for PyTorch: loss scaling, the NaN/Inf check and clipping as one step.
 
-Loss scaling pushes gradients up so that low precision does not round them to zero; clipping pulls
-them down so that one step does not wreck the weights. Importing this package imports nothing else:
-each public name is loaded on first use.
+Importing this package imports nothing else; each public name is loaded on first use.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gradilocks._version import __version__ as __version__
 
-# Public name -> the module it lives in. Sorted; a test compares it with what can be imported.
-_HOME = {
+# Public name -> module that defines it; "" for a module itself.
+_MODULES = {
     "AdaGC": "clip",
     "AdaptiveClip": "clip",
-    "BadStep": "lab.trace",
     "ClipByNorm": "clip",
     "ClipByValue": "clip",
     "ClipPerGroup": "clip",
-    "ClipPerTensor": "clip",
     "DynamicScale": "scale",
     "GradScaler": "dropin",
     "GradientControl": "control",
     "HeadroomScale": "scale",
-    "NoClip": "clip",
-    "NoScale": "scale",
-    "Outcome": "step.outcome",
+    "Outcome": "outcome",
     "QuantileClip": "clip",
-    "Recorder": "record",
     "SkipSpikes": "clip",
     "StaticScale": "scale",
     "ZScoreClip": "clip",
-    "audit": "lab.audit",
+    "audit": "audit",
     "chain": "clip",
+    "check_replicas": "ranks",
     "clip_grad_norm_": "dropin",
     "clip_grad_value_": "dropin",
     "clip_grads_with_norm_": "dropin",
-    "deepspeed_copies": "ranks.copies",
-    "emulate": "lab.emulate",
+    "emulate": "emulate",
     "errors": "",
+    "explain": "explain",
     "get_total_norm": "dropin",
     "kernels": "",
     "log": "record",
-    "megatron_copies": "ranks.copies",
+    "measure": "step.measure",
     "optim": "",
-    "read_run": "runfile",
-    "trace": "lab.trace",
+    "trace": "trace",
 }
 
 __all__ = [
     "AdaGC",
     "AdaptiveClip",
-    "BadStep",
     "ClipByNorm",
     "ClipByValue",
     "ClipPerGroup",
-    "ClipPerTensor",
     "DynamicScale",
     "GradScaler",
     "GradientControl",
     "HeadroomScale",
-    "NoClip",
-    "NoScale",
     "Outcome",
     "QuantileClip",
-    "Recorder",
     "SkipSpikes",
     "StaticScale",
     "ZScoreClip",
     "audit",
     "chain",
+    "check_replicas",
     "clip_grad_norm_",
     "clip_grad_value_",
     "clip_grads_with_norm_",
-    "deepspeed_copies",
     "emulate",
     "errors",
+    "explain",
     "get_total_norm",
     "kernels",
     "log",
-    "megatron_copies",
+    "measure",
     "optim",
-    "read_run",
     "trace",
 ]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'gradilocks' has no attribute {name!r}")
-    home = _HOME[name]
-    if not home:
+    module = _MODULES[name]
+    if not module:
         return importlib.import_module(f"gradilocks.{name}")
-    value = getattr(importlib.import_module(f"gradilocks.{home}"), name)
+    value = getattr(importlib.import_module(f"gradilocks.{module}"), name)
     globals()[name] = value
     return value
 
@@ -103,16 +93,30 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+class _Package(ModuleType):
+    """The type of this package: `gradilocks.audit` stays the function when its module `gradilocks.audit` is imported.
+
+    Python assigns every imported submodule to an attribute of its package.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if isinstance(value, ModuleType) and _MODULES.get(name) == name:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
 if TYPE_CHECKING:
     from gradilocks import errors, kernels, optim
+    from gradilocks.audit import audit
     from gradilocks.clip import (
         AdaGC,
         AdaptiveClip,
         ClipByNorm,
         ClipByValue,
         ClipPerGroup,
-        ClipPerTensor,
-        NoClip,
         QuantileClip,
         SkipSpikes,
         ZScoreClip,
@@ -126,11 +130,11 @@ if TYPE_CHECKING:
         clip_grads_with_norm_,
         get_total_norm,
     )
-    from gradilocks.lab.audit import audit
-    from gradilocks.lab.emulate import emulate
-    from gradilocks.lab.trace import BadStep, trace
-    from gradilocks.ranks.copies import deepspeed_copies, megatron_copies
-    from gradilocks.record import Recorder, log
-    from gradilocks.runfile import read_run
-    from gradilocks.scale import DynamicScale, HeadroomScale, NoScale, StaticScale
-    from gradilocks.step.outcome import Outcome
+    from gradilocks.emulate import emulate
+    from gradilocks.explain import explain
+    from gradilocks.outcome import Outcome
+    from gradilocks.ranks import check_replicas
+    from gradilocks.record import log
+    from gradilocks.scale import DynamicScale, HeadroomScale, StaticScale
+    from gradilocks.step.measure import measure
+    from gradilocks.trace import trace

@@ -1,8 +1,25 @@
-"""``python -m gradilocks`` is ``gradilocks``."""
+"""`python -m gradilocks`, and the entry point of the `gradilocks` command."""
+
+from __future__ import annotations
 
 import sys
 
-from gradilocks.cli import main
+
+def main() -> int:
+    """Runs the command line and returns its exit status."""
+    try:
+        from gradilocks.cli import main as run_command
+    except ModuleNotFoundError as error:
+        if error.name != "typer":
+            raise
+        print("gradilocks: typer is not installed: pip install 'gradilocks[cli]'", file=sys.stderr)
+        return 1
+    status = run_command()
+    if status == 130:  # Die of SIGINT as Python does: a shell's loop goes on after a mere exit status of 130.
+        sys.excepthook = lambda *error: None
+        raise KeyboardInterrupt
+    return status
+
 
 if __name__ == "__main__":
     sys.exit(main())

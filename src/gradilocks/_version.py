@@ -1,5 +1,3 @@
-"""The version of this package, for whoever shows it."""
+"""The version, in one place."""
 
-__all__ = ["__version__"]
-
-__version__ = "0.2.0"
+__version__ = "0.3.0"

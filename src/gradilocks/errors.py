@@ -1,17 +1,15 @@
-"""Everything Gradilocks raises on its own account.
+"""Errors raised by Gradilocks.
 
     GradilocksError
     ├── BadState            (ValueError)    a state_dict that does not fit; nothing was loaded
-    │   └── MissingKey      (KeyError)      one that lacks a key
-    ├── NoGradients         (RuntimeError)  step() with nothing to step on
-    ├── NonFiniteGradient   (RuntimeError)  a step was skipped and the caller asked to be told
-    │   └── NeverFinite                     so many in a row that training is going nowhere
-    ├── ScaleMisuse         (RuntimeError)  gradients that were scaled never, or twice
-    ├── SharedParameter     (ValueError)    one parameter in two places that would both change it
-    ├── ReplicasDiffer      (RuntimeError)  ranks that should hold the same no longer do
-    ├── BadRunFile          (ValueError)    a file that is no run file, or cannot be read or written
-    ├── MissingPackage      (ImportError)   a package that this one thing needs is not installed
-    └── BadScript           (ValueError)    what `gradilocks run` was given cannot be run
+    ├── NoGradients         (RuntimeError)  step() while no parameter has a gradient
+    ├── NonFiniteGradient   (RuntimeError)  a step was skipped and on_nonfinite is "raise"
+    │   └── NeverFinite                     give_up_after steps in a row were non-finite
+    ├── ScaleMisuse         (RuntimeError)  gradients that were never scaled, or unscaled twice
+    ├── SharedParameter     (ValueError)    a parameter in two groups or optimizers, which would update it twice
+    ├── OutcomeExpired      (RuntimeError)  an Outcome was read after its numbers were overwritten
+    ├── RanksDiffer         (RuntimeError)  ranks disagree on settings, scale or step
+    └── ReplicasDiffer      (RuntimeError)  replicas no longer hold identical bits
 
 A wrong argument is a plain ValueError or TypeError.
 """
@@ -21,15 +19,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
-    "BadRunFile",
-    "BadScript",
     "BadState",
     "GradilocksError",
-    "MissingKey",
-    "MissingPackage",
     "NeverFinite",
     "NoGradients",
     "NonFiniteGradient",
+    "OutcomeExpired",
+    "RanksDiffer",
     "ReplicasDiffer",
     "ScaleMisuse",
     "SharedParameter",
@@ -37,69 +33,49 @@ __all__ = [
 
 
 class GradilocksError(Exception):
-    """The root of all of them."""
+    """Base class of all Gradilocks errors."""
 
 
 class BadState(GradilocksError, ValueError):
-    """A state_dict of another version or policy, or one with a missing or impossible value."""
-
-
-class MissingKey(BadState, KeyError):
-    """A state_dict without a key that it must have; a KeyError too, as torch raises there."""
-
-    def __str__(self) -> str:  # KeyError would show the message in quotes.
-        return str(self.args[0])
+    """A state_dict with a missing key, an impossible value, or the state of another policy."""
 
 
 class NoGradients(GradilocksError, RuntimeError):
-    """A step was asked for and no parameter has a gradient."""
+    """A step was requested while no parameter has a gradient."""
 
 
 class ScaleMisuse(GradilocksError, RuntimeError):
-    """Gradients that were not made from a scaled loss, or that would be unscaled twice."""
+    """Gradients that do not come from a scaled loss, or that would be unscaled twice."""
 
 
 class SharedParameter(GradilocksError, ValueError):
-    """One parameter listed where each listing would change it once."""
+    """A parameter listed in two groups or optimizers, which would update it twice."""
+
+
+class OutcomeExpired(GradilocksError, RuntimeError):
+    """The numbers of an Outcome were overwritten: the device keeps only those of the most recent steps."""
+
+
+class RanksDiffer(GradilocksError, RuntimeError):
+    """Ranks that must decide together have different settings, scales or step counts."""
 
 
 class ReplicasDiffer(GradilocksError, RuntimeError):
-    """Tensors that several ranks hold alike have different norms there.
+    """Tensors that should be replicas hold different values.
 
     Attributes:
-        step: the number of the step at which it was noticed.
-        tensors: which ones, parameters before gradients.
-        ranks: of the first of them, the ranks that agree with each other.
+        tensors: names of the tensors that differ.
+        ranks: for the first of them, the groups of ranks that agree with each other.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        step: int,
-        tensors: Sequence[str],
-        ranks: Sequence[tuple[int, ...]],
-    ) -> None:
+    def __init__(self, message: str, *, tensors: Sequence[str] = (), ranks: Sequence[tuple[int, ...]] = ()) -> None:
         super().__init__(message)
-        self.step = step
         self.tensors = tuple(tensors)
         self.ranks = tuple(ranks)
 
 
-class BadRunFile(GradilocksError, ValueError):
-    """A file that is no run file, is damaged, or cannot be read or written."""
-
-
-class MissingPackage(GradilocksError, ImportError):
-    """Something that needs a package which is not installed; says how to install it."""
-
-
-class BadScript(GradilocksError, ValueError):
-    """What `gradilocks run` was to run is missing, or no Python."""
-
-
 class NonFiniteGradient(GradilocksError, RuntimeError):
-    """A step had a NaN or Inf gradient. Parameters and optimizer state are as they were.
+    """A gradient contained NaN or Inf. Parameters and optimizer state are unchanged.
 
     Attributes:
         culprits: names of the parameters with non-finite gradients, in backward order.
@@ -111,29 +87,13 @@ class NonFiniteGradient(GradilocksError, RuntimeError):
 
 
 class NeverFinite(NonFiniteGradient):
-    """`give_up_after` steps in a row were non-finite.
+    """`give_up_after` consecutive steps were non-finite.
 
     Attributes:
-        culprits: as in `NonFiniteGradient`, of the last step.
-        in_a_row: how many steps that were.
-        scales: the scale in force at each of them, oldest first; of the last 1,000 if there were
-            more, or of fewer where a checkpoint did not have them: `in_a_row` tells.
-        curable: whether a smaller scale could still bring finite gradients. True if NaN and Inf
-            became fewer as the scale fell; False if the loss itself was NaN or Inf at every step,
-            or the scale has fallen to 2^-24, where float16 has room for gradients of 10^12; None
-            if it is not known, as long as an overflow and a division by zero look alike.
+        culprits: names of the parameters with non-finite gradients in the last step.
+        count: number of consecutive non-finite steps.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        culprits: Sequence[str] = (),
-        scales: Sequence[float] = (),
-        curable: bool | None = None,
-        in_a_row: int | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, culprits: Sequence[str] = (), count: int = 0) -> None:
         super().__init__(message, culprits=culprits)
-        self.scales = tuple(scales)
-        self.curable = curable
-        self.in_a_row = len(self.scales) if in_a_row is None else in_a_row
+        self.count = count

@@ -1,4 +1,6 @@
-"""A wrong argument: the message says what came and what to do, and nothing has changed."""
+"""Wrong arguments raise an error that states the fact, the value and the fix, and change nothing."""
+
+from __future__ import annotations
 
 import math
 
@@ -6,18 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-import gradilocks
-from gradilocks import ClipByNorm, ClipByValue, DynamicScale, GradientControl, StaticScale
-from tests.control.gradient_scripts import assert_same, contents, control_step, parameter
+from control.given_gradients import assert_same, contents, parameter, take_step
+from gradilocks import ClipByNorm, ClipPerGroup, DynamicScale, GradientControl
 
 
 def sgd(*params):
     return torch.optim.SGD(list(params), lr=0.1)
-
-
-class NoStep:
-    def __init__(self, *params):
-        self.param_groups = [{"params": list(params)}]
 
 
 class NoParameters:
@@ -33,169 +29,142 @@ class NoParameters:
     [
         (None, "NoneType"),
         ("adam", "str"),
-        (torch.optim.SGD, "the class SGD"),
+        (torch.optim.SGD, "type"),
         (nn.Linear(1, 1), "Linear"),
-        ([torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)], "list"),
-        (NoStep(nn.Parameter(torch.ones(1))), "NoStep"),
-        (torch.ones(1), "Tensor"),
+        ([sgd(parameter(1.0))], "list"),
         (nn.Linear(1, 1).parameters(), "generator"),
     ],
 )
-def test_what_is_no_optimizer_is_a_type_error_that_shows_how_to_write_it(given, words):
-    with pytest.raises(TypeError, match=r"GradientControl\(optimizer") as caught:
-        GradientControl(given)
-    assert words in str(caught.value)
-    with pytest.raises(TypeError):
-        GradientControl(sgd(parameter(1.0)), given)
+def test_an_object_that_is_no_optimizer_raises(given, words):
+    for optimizers in ([given], [sgd(parameter(1.0)), given]):
+        with pytest.raises(TypeError, match=r"GradientControl takes optimizers .*Pass the model as model=") as caught:
+            GradientControl(*optimizers)
+        assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("groups", [[], [{"params": []}], [{"params": []}, {"params": []}]])
-def test_an_optimizer_without_parameters_is_refused(groups):
+@pytest.mark.parametrize("groups", [[], [{"params": []}]])
+def test_a_control_without_parameters_raises(groups):
     with pytest.raises(ValueError, match="no parameters"):
         GradientControl(NoParameters(groups))
+    with pytest.raises(ValueError, match="no parameters"):
+        GradientControl(sgd(parameter(1.0)), NoParameters(groups))
+    with pytest.raises((TypeError, ValueError), match="optimizer"):
+        GradientControl()
 
 
-@pytest.mark.parametrize("given", ["resnet", 3, [nn.Linear(1, 1)], nn.Linear])
-def test_a_model_that_is_no_module_is_a_type_error(given):
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module") as caught:
-        GradientControl(sgd(parameter(1.0)), model=given)
-    assert type(given).__name__ in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "given", [{"encoder": 3}, {"encoder": nn.Linear(1, 1), "decoder": None}, {3: nn.Linear(1, 1)}]
-)
-def test_a_mapping_that_holds_no_modules_is_refused_when_it_is_given(given):
-    with pytest.raises(TypeError, match="model"):
+@pytest.mark.parametrize("given", ["resnet", 3, [nn.Linear(1, 1)], nn.Linear, {"encoder": 3}, {3: nn.Linear(1, 1)}])
+def test_a_model_that_is_no_module_raises(given):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
         GradientControl(sgd(parameter(1.0)), model=given)
 
 
-@pytest.mark.parametrize(
-    "given", ["Dynamic", "static", True, [1.0], DynamicScale, StaticScale, torch.tensor(2.0), {}]
-)
-def test_a_scale_of_a_wrong_type_is_a_type_error_that_lists_what_fits(given):
-    with pytest.raises(TypeError, match=r"scale must be 'dynamic', None, a number or a scale"):
+@pytest.mark.parametrize("given", ["Dynamic", True, [1.0], DynamicScale, torch.tensor(2.0), {}])
+def test_a_scale_of_a_wrong_type_raises(given):
+    with pytest.raises(TypeError, match=r"scale must be None, 'dynamic', a number or a scale policy"):
         GradientControl(sgd(parameter(1.0)), scale=given)
 
 
-@pytest.mark.parametrize("given", [0, 0.0, -1.0, math.inf, math.nan, 1e-45, 1e39])
-def test_a_scale_that_cannot_be_divided_by_is_a_value_error(given):
-    with pytest.raises(ValueError, match=r"scale must be a positive float32") as caught:
+@pytest.mark.parametrize("given", [0, -1.0, math.inf, math.nan, 1e-45, 1e39])
+def test_a_scale_that_cannot_be_divided_by_raises(given):
+    with pytest.raises(ValueError, match="scale must be"):
         GradientControl(sgd(parameter(1.0)), scale=given)
-    assert str(float(given)) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "given", ["1.0", True, [1.0], ClipByNorm, ClipByValue, torch.tensor(1.0), {}]
-)
-def test_a_clip_of_a_wrong_type_is_a_type_error_that_lists_what_fits(given):
+@pytest.mark.parametrize("given", ["1.0", True, [1.0], ClipByNorm, torch.tensor(1.0), {}])
+def test_a_clip_of_a_wrong_type_raises(given):
     with pytest.raises(TypeError, match="clip must be None, a number"):
         GradientControl(sgd(parameter(1.0)), clip=given)
 
 
-@pytest.mark.parametrize("given", [-1.0, -1, -math.inf, math.nan])
-def test_a_negative_max_norm_is_a_value_error_that_names_the_way_out(given):
-    with pytest.raises(ValueError, match=r"clip must not be negative or NaN, got .*None"):
+@pytest.mark.parametrize("given", [-1.0, -math.inf, math.nan])
+def test_a_negative_max_norm_raises(given):
+    with pytest.raises(ValueError, match="clip must be at least 0, got"):
         GradientControl(sgd(parameter(1.0)), clip=given)
 
 
-@pytest.mark.parametrize("given", ["Skip", "ignore", "", None, 1, True])
-def test_a_misspelt_on_nonfinite_is_refused(given):
+@pytest.mark.parametrize("order", [0.5, 9.0, 64.0, math.nan])
+def test_an_order_whose_powers_overflow_raises(order):
+    with pytest.raises(ValueError, match="order must be at least 1 and at most 8"):
+        ClipByNorm(1.0, order=order)
+
+
+@pytest.mark.parametrize("given", ["Skip", "", None, 1, True])
+def test_a_misspelt_on_nonfinite_raises(given):
     with pytest.raises(ValueError, match=r"on_nonfinite must be 'skip' or 'raise', got"):
         GradientControl(sgd(parameter(1.0)), on_nonfinite=given)
 
 
-@pytest.mark.parametrize("given", [1.5, True, "100", math.inf])
-def test_a_give_up_after_of_a_wrong_type_is_a_type_error(given):
-    with pytest.raises(TypeError, match="give_up_after must be an int or None, got"):
+@pytest.mark.parametrize(("given", "error"), [(1.5, TypeError), (True, TypeError), ("3", TypeError), (0, ValueError)])
+def test_a_bad_give_up_after_raises(given, error):
+    with pytest.raises(error, match="give_up_after must be"):
         GradientControl(sgd(parameter(1.0)), give_up_after=given)
 
 
-@pytest.mark.parametrize("given", [0, -1])
-def test_a_give_up_after_below_one_is_a_value_error(given):
-    with pytest.raises(ValueError, match=f"give_up_after must be at least 1.*got {given}"):
-        GradientControl(sgd(parameter(1.0)), give_up_after=given)
-
-
-def test_options_are_keyword_only():
-    p = parameter(1.0)
+def test_options_are_keyword_only_and_unknown_ones_raise():
     with pytest.raises(TypeError):
-        GradientControl(sgd(p), nn.Linear(1, 1), 1.0)
-
-
-def test_an_unknown_option_is_refused():
+        GradientControl(sgd(parameter(1.0)), nn.Linear(1, 1), 1.0)
     with pytest.raises(TypeError, match="max_norm"):
         GradientControl(sgd(parameter(1.0)), max_norm=1.0)
+
+
+def test_a_pattern_that_matches_no_parameter_raises():
+    model = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match=r"limits\['head\.\*'\] matches no parameter. The parameters are weight, bias"):
+        GradientControl(sgd(*model.parameters()), model=model, clip=ClipPerGroup({"head.*": 1.0}))
 
 
 def bad_losses():
     p = parameter(1.0, 2.0)
     return {
-        "a number": (1.0, TypeError, "loss must be a tensor, got float"),
-        "None": (None, TypeError, "loss must be a tensor, got NoneType"),
-        "a list": ([p.sum()], TypeError, "loss must be a tensor, got list"),
+        "a number": (1.0, TypeError, "loss must be a floating-point tensor, got float"),
+        "None": (None, TypeError, "got NoneType"),
+        "a list": ([p.sum()], TypeError, "got list"),
         "detached": (p.sum().detach(), ValueError, "loss does not require grad"),
-        "rebuilt": (torch.tensor(p.sum().item()), ValueError, r"\.item\(\)"),
         "an integer": (torch.tensor(3), TypeError, "floating-point tensor, got torch.int64"),
-        "a truth value": (torch.tensor(True), TypeError, "floating-point tensor, got torch.bool"),
-        "complex": (
-            (p * 1j).sum(),
-            TypeError,
-            "real floating-point tensor, got torch.complex64",
-        ),
-        "a vector": (p * 2, ValueError, r"loss must be a scalar, got shape \(2,\).*mean"),
-        "empty": (p[:0] * 2, ValueError, r"loss must be a scalar, got shape \(0,\)"),
+        "complex": ((p * 1j).sum(), TypeError, "floating-point tensor, got torch.complex64"),
     }
 
 
 @pytest.mark.parametrize("case", bad_losses())
-def test_a_bad_loss_is_refused_and_nothing_has_changed(case):
+def test_a_bad_loss_raises_and_changes_nothing(case):
     loss, kind, words = bad_losses()[case]
     p = parameter(1.0, 2.0)
     optimizer = sgd(p)
     control = GradientControl(optimizer)
-    control_step(control, (p, 1.0))
+    take_step(control, (p, 1.0))
     before = control.state_dict(), contents(optimizer)
     control.zero_grad()
-    with pytest.raises(kind, match=words):
-        control.backward(loss)
+    for method in (control.backward, control.scale_loss):
+        with pytest.raises(kind, match=words):
+            method(loss)
     assert p.grad is None
     assert_same((control.state_dict(), contents(optimizer)), before)
-    with pytest.raises(gradilocks.errors.ScaleMisuse):
-        control.step()
-    assert not control_step(control, (p, 1.0)).skipped
+    assert not take_step(control, (p, 1.0)).skipped
 
 
-@pytest.mark.parametrize("case", ["a number", "None", "detached", "an integer", "complex"])
-def test_scale_loss_refuses_what_backward_refuses(case):
-    loss, kind, words = bad_losses()[case]
-    control = GradientControl(sgd(parameter(1.0)))
-    with pytest.raises(kind, match=words):
-        control.scale_loss(loss)
-
-
-def test_a_bad_micro_batch_does_not_spoil_the_good_one_before_it():
-    p = parameter(1.0)
-    control = GradientControl(torch.optim.SGD([p], lr=1.0))
-    control.backward((p * 2.0).sum())
-    with pytest.raises(ValueError, match="does not require grad"):
-        control.backward(torch.tensor(1.0))
-    outcome = control.step()
-    assert not outcome.skipped
-    assert p.item() == -1.0
-
-
-def test_a_bad_argument_leaves_the_optimizer_free_for_another_try():
+def test_a_constructor_that_raised_leaves_the_optimizer_as_it_was():
     p = parameter(1.0)
     optimizer = sgd(p)
-    attributes = set(vars(optimizer))
-    with pytest.raises(ValueError, match="clip"):
-        GradientControl(optimizer, clip=-1.0)
-    assert set(vars(optimizer)) == attributes
-    assert not control_step(GradientControl(optimizer, clip=1.0), (p, 1.0)).skipped
+    hooks = len(optimizer._optimizer_step_pre_hooks)
+    for options in ({"clip": -1.0}, {"scale": 0.0}, {"clip": ClipPerGroup({"no": 1.0})}, {"model": 3}):
+        with pytest.raises((ValueError, TypeError)):
+            GradientControl(optimizer, **options)
+    assert len(optimizer._optimizer_step_pre_hooks) == hooks
+    assert not take_step(GradientControl(optimizer, clip=1.0), (p, 1.0)).skipped
 
 
-def test_a_model_that_owns_none_of_the_parameters_is_warned_of():
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match="model= has none of the parameters"):
-        GradientControl(optimizer, model=nn.Linear(9, 9))
+def test_step_does_not_take_an_optimizer_or_a_loss():
+    p = parameter(1.0)
+    optimizer = sgd(p)
+    control = GradientControl(optimizer)
+    control.backward(p.sum())
+    for given in (optimizer, p.sum().detach()):
+        with pytest.raises(TypeError, match=r"only=optimizer"):
+            control.step(given)
+    assert not control.step().skipped
+
+
+def test_a_control_shows_what_it_was_made_with():
+    control = GradientControl(sgd(parameter(1.0)), scale=8.0, clip=1.0)
+    expected = "GradientControl(SGD, scale=StaticScale(scale=8.0), clip=[ClipByNorm(max_norm=1.0, order=2.0)])"
+    assert repr(control) == expected

@@ -1,6 +1,7 @@
-"""The whole step on a GPU: the numbers of torch's scaler, and no wait for the device."""
+"""Whole steps on a GPU: torch's numbers, no host synchronization, little memory, several devices."""
 
-import copy
+from __future__ import annotations
+
 import math
 
 import pytest
@@ -8,164 +9,173 @@ import torch
 from torch import nn
 
 import gradilocks
-from gradilocks import GradientControl
+from gradilocks import AdaGC, AdaptiveClip, ClipByNorm, GradientControl, HeadroomScale, SkipSpikes, chain
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
+MAKERS = {
+    "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True),
+    "own AdamW": lambda ps: gradilocks.optim.AdamW(ps, lr=1e-3),
+    "own SGD": lambda ps: gradilocks.optim.SGD(ps, lr=1e-3, momentum=0.9),
+}
+OPTIONS = {
+    "norm": {"clip": 0.5},
+    "norm p=3": {"clip": ClipByNorm(0.5, order=3.0)},
+    "per tensor": {"clip": AdaGC(warmup=3)},
+    "rows": {"clip": AdaptiveClip()},
+    "spikes": {"clip": chain(SkipSpikes(), 1.0)},
+    "headroom": {"scale": HeadroomScale()},
+    "no scale": {"scale": None, "clip": 0.5},
+}
+BAD = (0, 7)
 
 
-def trained(drive, *, steps=30, bad=(0, 7)):
+def model_and_inputs():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).cuda()
-    inputs = torch.randn(32, 64, device="cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    step = drive(model, optimizer)
-    for number in range(steps):
-        step(model(inputs).square().mean() * (math.inf if number in bad else 1.0))
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
+    return model, torch.randn(32, 64, device="cuda")
 
 
-def with_scaler(scaler_class, clip):
-    def drive(model, optimizer):
-        scaler = scaler_class()
-
-        def step(loss):
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            clip(model.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-
-        return step
-
-    return drive
-
-
-def with_control(outcomes):
-    def drive(model, optimizer):
-        control = GradientControl(optimizer, model=model, clip=0.5)
-
-        def step(loss):
-            # The first steps compile kernels and make tables; then nothing may wait.
-            torch.cuda.set_sync_debug_mode("error" if len(outcomes) > 3 else "default")
-            try:
-                control.backward(loss)
-                outcomes.append(control.step())
-                control.zero_grad()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        return step
-
-    return drive
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_a_control_trains_as_torchs_scaler_does_and_never_waits():
+def train(make, *, steps=20, **options):
+    """Trains under sync debug mode "error" after the first steps, which compile kernels and create tables."""
+    model, inputs = model_and_inputs()
+    optimizer = make(model.parameters())
+    control = GradientControl(optimizer, model=model, give_up_after=10, **options)
+    schedule = control.scheduler(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1.0))
     outcomes = []
-    ours = trained(with_control(outcomes))
-    theirs = trained(with_scaler(torch.amp.GradScaler, torch.nn.utils.clip_grad_norm_))
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-    assert [n for n, outcome in enumerate(outcomes) if outcome.skipped] == [0, 7]
+    try:
+        for number in range(steps):
+            torch.cuda.set_sync_debug_mode("error" if number > 3 else "default")
+            control.backward(model(inputs).square().mean() * (math.inf if number in BAD else 1.0))
+            outcomes.append(control.step())
+            schedule.step()
+            control.zero_grad(set_to_none=number % 2 == 0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return model, control, outcomes
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", MAKERS)
+def test_backward_and_step_do_not_wait_for_the_device(name, options):
+    model, _, outcomes = train(MAKERS[name], **OPTIONS[options])
+    assert [number for number, outcome in enumerate(outcomes) if outcome.skipped] == list(BAD)
     assert outcomes[7].culprits == ("2.bias", "2.weight", "0.bias", "0.weight")
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_control_trains_as_torchs_scaler_does(name):
+    mine, control, outcomes = train(MAKERS[name], clip=0.5)
+    theirs, inputs = model_and_inputs()
+    make = {"own AdamW": MAKERS["AdamW fused"]}.get(name, MAKERS[name])
+    if name == "own SGD":
+        make = lambda ps: torch.optim.SGD(ps, lr=1e-3, momentum=0.9)  # noqa: E731
+    optimizer, scaler = make(theirs.parameters()), torch.amp.GradScaler("cuda")
+    for number in range(20):
+        scaler.scale(theirs(inputs).square().mean() * (math.inf if number in BAD else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert control.scale == scaler.get_scale()
     assert outcomes[-1].scale == 2.0**14
 
 
-def test_the_drop_ins_train_as_torchs_do():
-    ours = trained(with_scaler(gradilocks.GradScaler, gradilocks.clip_grad_norm_))
-    theirs = trained(with_scaler(torch.amp.GradScaler, torch.nn.utils.clip_grad_norm_))
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-
-
-def test_bfloat16_gradients_are_unscaled_which_torch_refuses():
-    model = nn.Linear(64, 8).cuda().bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scaler = gradilocks.GradScaler()
-    scaler.scale(model(torch.ones(4, 64, device="cuda").bfloat16()).float().sum()).backward()
-    scaler.unscale_(optimizer)
-    assert copy.deepcopy(model.bias.grad).tolist() == [4.0] * 8
-    scaler.step(optimizer)
-    scaler.update()
-    assert not scaler.outcome.skipped
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_a_control_that_was_resumed_decides_on_the_device():
-    param = nn.Parameter(torch.ones(1000, device="cuda"))
-    control = GradientControl(torch.optim.AdamW([param], lr=0.1, fused=True))
-    control.load_state_dict({**control.state_dict(), "scale": 1024.0})
-    for number in range(20):
-        torch.cuda._sleep(20_000_000)
-        control.backward((param * (math.inf if number % 2 else 1.0)).sum())
-        outcome = control.step()
+def test_a_loss_on_the_cpu_is_scaled_by_the_current_scale():
+    p = nn.Parameter(torch.ones(1000, device="cuda"))
+    control = GradientControl(gradilocks.optim.SGD([p], lr=0.1), clip=1e9)
+    for number in range(8):
         control.zero_grad()
-        assert outcome.skipped == bool(number % 2)
-    assert torch.isfinite(param).all()
+        torch.cuda._sleep(20_000_000)
+        control.backward((p.sum() * (math.inf if number in (1, 4) else 1.0)).cpu())
+        outcome = control.step()
+        assert outcome.skipped == (number in (1, 4))
+        if not outcome.skipped:
+            assert outcome.norm == pytest.approx(math.sqrt(1000.0), rel=1e-6)
 
 
-def two_hundred_tensors():
-    generator = torch.Generator(device="cuda").manual_seed(3)
-    sizes = [1 + 977 * number % 50_000 for number in range(200)]
-    return [torch.randn(size, device="cuda", generator=generator) for size in sizes]
+@pytest.mark.parametrize("first", ["cpu", "cuda"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_parameters_on_the_host_and_on_the_device_step_together(first, fused):
+    other = "cuda" if first == "cpu" else "cpu"
+    p, q = nn.Parameter(torch.zeros(2, device=first)), nn.Parameter(torch.zeros(3, device=other))
+    control = GradientControl(torch.optim.SGD([p, q], lr=1.0, fused=fused), clip=1.0, scale=8.0)
+    for bad in (False, True, False):
+        control.zero_grad()
+        loss = (p * 3.0).sum().cpu() + (q * (math.inf if bad else 4.0)).sum().cpu()
+        control.backward(loss)
+        outcome = control.step()
+        assert outcome.skipped == bad
+    norm = math.sqrt(18.0 + 48.0)
+    torch.testing.assert_close(p.detach().cpu(), torch.full((2,), -2 * 3.0 / norm))
+    torch.testing.assert_close(q.detach().cpu(), torch.full((3,), -2 * 4.0 / norm))
 
 
-@pytest.mark.parametrize("optimizer_class", [gradilocks.optim.AdamW, torch.optim.AdamW])
-def test_the_same_gradients_give_the_same_bits_on_every_run(optimizer_class):
-    def run():
-        params = [nn.Parameter(tensor) for tensor in two_hundred_tensors()]
-        control = GradientControl(optimizer_class(params, lr=1e-2, fused=True), clip=1.0)
-        norms = []
-        for number in range(5):
-            control.backward(sum((param * (number + 1)).square().sum() for param in params))
-            norms.append(control.step().norm)
+def test_steps_on_another_stream_are_ordered():
+    p = nn.Parameter(torch.ones(1 << 20, device="cuda"))
+    control = GradientControl(gradilocks.optim.SGD([p], lr=0.5), scale=4.0)
+    stream = torch.cuda.Stream()
+    for number in range(4):
+        with torch.cuda.stream(stream if number % 2 else torch.cuda.current_stream()):
+            torch.cuda._sleep(10_000_000)
+            control.backward(p.sum())
+            outcome = control.step()
             control.zero_grad()
-        return norms, params
-
-    norms, params = run()
-    for _ in range(3):
-        again, others = run()
-        assert again == norms
-        assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+        stream.synchronize()
+        torch.cuda.synchronize()
+    assert outcome.norm == 1024.0
+    assert p[0].item() == -1.0
 
 
-def test_a_step_needs_a_megabyte_and_64_bytes_a_tensor_whatever_the_model():
+def test_a_step_allocates_little():
     params = [nn.Parameter(torch.zeros(1 << 20, device="cuda")) for _ in range(64)]
     params += [nn.Parameter(torch.zeros(10, device="cuda")) for _ in range(1000)]
     control = GradientControl(gradilocks.optim.AdamW(params, lr=1e-3), clip=1.0)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    loss = torch.ones((), device="cuda", requires_grad=True)
-    for _ in range(3):
-        control.scale_loss(loss)
-        control.step()
-        torch._foreach_mul_([param.grad for param in params], 2.0)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    control.scale_loss(loss)
-    outcome = control.step()
-    used = torch.cuda.max_memory_allocated() - before
-    assert used <= (1 << 20) + 64 * len(params)
+    for _ in range(4):
+        control.backward(sum(param.sum() for param in params))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        outcome = control.step()
+        used = torch.cuda.max_memory_allocated() - before
+        control.zero_grad()
     assert not outcome.skipped
+    assert used <= (1 << 20) + 64 * len(params)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("optimizer_class", [gradilocks.optim.AdamW, gradilocks.optim.SGD])
-def test_a_gradilocks_optimizer_never_waits_either(optimizer_class):
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).cuda()
-    inputs = torch.randn(32, 64, device="cuda")
-    optimizer = optimizer_class(model.parameters(), lr=1e-3)
-    control = GradientControl(optimizer, model=model, clip=0.5, give_up_after=10)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
-    outcomes = []
-    for number in range(60):
-        factor = math.inf if number in (0, 7) else 1.0
-        torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
-        try:
-            control.backward(model(inputs).square().mean() * factor)
-            outcomes.append(control.step())
+def test_giving_up_is_noticed_within_a_few_steps():
+    from gradilocks.errors import NeverFinite
+
+    p = nn.Parameter(torch.ones(4, device="cuda"))
+    control = GradientControl(gradilocks.optim.SGD([p], lr=0.1), give_up_after=5)
+
+    def diverge():
+        for _ in range(50):
+            control.backward((p * math.nan).sum())
+            control.step()
             control.zero_grad()
-            scheduler.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert [n for n, outcome in enumerate(outcomes) if outcome.skipped] == [0, 7]
+            torch.cuda.synchronize()
+
+    with pytest.raises(NeverFinite) as caught:
+        diverge()
+    assert 5 <= caught.value.count <= 10
+
+
+def test_a_schedule_makes_up_for_skips_that_it_learns_of_late():
+    p = nn.Parameter(torch.ones(4, device="cuda"))
+    optimizer = gradilocks.optim.SGD([p], lr=0.1)
+    control = GradientControl(optimizer)
+    schedule = control.scheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    for number in range(20):
+        control.backward(p.sum() * (math.inf if number in (2, 3, 9) else 1.0))
+        control.step()
+        control.zero_grad()
+        schedule.step()
+    schedule.state_dict()  # Waits for the last flags.
+    assert schedule.last_epoch - schedule._debt == 17

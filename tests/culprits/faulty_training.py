@@ -1,8 +1,8 @@
-"""A script that trains one of several models and makes one planted mistake, in a stranger's style.
+"""Trains one of several models with one planted fault.
 
     [DEVICE=cuda] python faulty_training.py MODEL PRECISION STEPPING FAULT once|lasting
 
-It knows nothing of Gradilocks but where STEPPING is a part of it.
+Only the STEPPINGs "dropin" and "control" use Gradilocks.
 """
 
 import os
@@ -20,7 +20,7 @@ step = 0
 
 
 def now(fault):
-    """Whether this fault is to happen at this step."""
+    """True if this fault happens at this step."""
     return fault == FAULT and (step == AT if HOW_OFTEN == "once" else step >= AT)
 
 
@@ -28,7 +28,7 @@ def now(fault):
 
 
 class Gate(nn.Module):
-    """An activation that divides by zero when its time has come, or takes too large a power."""
+    """An activation that divides by zero at the faulty step, or overflows."""
 
     def __init__(self, bad=True):
         super().__init__()
@@ -44,7 +44,7 @@ class Gate(nn.Module):
 
 
 class Length(nn.Module):
-    """The length of vectors, whose gradient at zero is 0 / 0."""
+    """Adds the length of each vector, whose gradient at zero is 0 / 0."""
 
     def forward(self, x):
         kept = 0.0 if now("backward") else 1.0
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tied embeddings, loss inside."""
+    """Tied embeddings; returns its loss."""
 
     def __init__(self, dim=16, words=20):
         super().__init__()
@@ -126,7 +126,7 @@ class Parts(nn.Module):
 
 
 class Attention(nn.Module):
-    """A sequence of which every word is masked leaves a softmax nothing to look at."""
+    """A sequence in which every word is masked makes a softmax NaN."""
 
     def __init__(self):
         super().__init__()
@@ -174,7 +174,7 @@ class Labelled(nn.Module):
 
 
 class FocalLoss(nn.Module):
-    """An own loss, with a logarithm of its own."""
+    """A loss module that takes a logarithm."""
 
     def forward(self, logits, targets):
         likely = logits.softmax(-1).gather(1, targets[:, None]).squeeze(1)
@@ -293,7 +293,7 @@ def train():
 
 
 def train_gan():
-    """Two models and two optimizers, each with a step in every round."""
+    """Two models and two optimizers; each steps in every round."""
     global step
     generator = nn.Sequential(nn.Linear(3, 8), Gate(), nn.Linear(8, 6)).to(DEVICE)
     critic = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), Length(), nn.Linear(8, 1)).to(DEVICE)
@@ -316,7 +316,7 @@ def train_gan():
 
 
 def train_policy():
-    """Plays a few moves, and learns from what they brought; one move alone has no deviation."""
+    """Policy gradient over a few moves; the returns of a single move have no standard deviation."""
     global step
     policy = model
     for step in range(1, STEPS + 1):

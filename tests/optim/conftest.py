@@ -1,83 +1,54 @@
-"""Where the optimizers run: on a CPU by torch, by C++ or by interpreted kernels, and on a GPU."""
+"""The backends that tests of optimizers run on."""
 
 from __future__ import annotations
-
-import importlib.util
 
 import pytest
 import torch
 
 from gradilocks import kernels
-from gradilocks.kernels import chunks, native, reference
-from gradilocks.optim import fused_optimizer
 
-INTERPRETED = pytest.param(
-    "interpreted",
-    marks=[
-        pytest.mark.skipif(
-            torch.cuda.is_available(), reason="with a GPU the kernels are compiled, not read"
-        ),
-        pytest.mark.skipif(
-            importlib.util.find_spec("triton") is None,
-            reason="Triton is not installed, so there are no kernels to test",
-        ),
-    ],
-)
-NATIVE = pytest.param(
-    "native",
-    marks=pytest.mark.skipif(native.library() is None, reason="the native library is not there"),
-)
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+CHUNK = 512
 
 
-def _prepare(way, monkeypatch):
-    if way == "interpreted":
-        from gradilocks.kernels import triton_backend, triton_measure, triton_optimizers
+def use_interpreter(monkeypatch):
+    """Runs the Triton kernels on CPU tensors, with small chunks, because the interpreter is slow."""
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU, Triton compiles its kernels and cannot process CPU tensors")
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from gradilocks.kernels import cuda, recorded_step, triton_kernels
 
-        monkeypatch.setitem(kernels.BACKENDS, "cpu", triton_backend)
-        # So that the interpreter, which is slow, sees tensors of several chunks.
-        monkeypatch.setattr(fused_optimizer, "CHUNK", 64)
-        monkeypatch.setattr(triton_optimizers, "TILE", 32)
-        monkeypatch.setattr(chunks, "CHUNK", 256)
-        monkeypatch.setattr(triton_measure, "TILE", 128)
-        monkeypatch.setattr(triton_backend, "CHANGE_CHUNK", 64)
-        monkeypatch.setattr(triton_measure, "CHANGE_TILE", 32)
-    if way == "by torch":
-        monkeypatch.setitem(kernels.BACKENDS, "cpu", reference)
-    if way == "native":
-        from gradilocks.kernels import native_backend
-
-        monkeypatch.setitem(kernels.BACKENDS, "cpu", native_backend)
-        monkeypatch.setattr(fused_optimizer, "CHUNK", 64)
-        monkeypatch.setattr(chunks, "CHUNK", 256)
-    if way == "cuda":
-        kernels.BACKENDS["cuda"]  # Tries the kernels out the first time.
-        return "cuda"
+    for name in ("MEASURE_CHUNK", "OPTIMIZER_CHUNK"):
+        monkeypatch.setattr(recorded_step, name, CHUNK)
+    for name in ("MEASURE_TILE", "UPDATE_TILE", "_MAX_LANES"):
+        monkeypatch.setattr(triton_kernels, name, 128)
+    monkeypatch.setitem(kernels.BACKENDS, "cpu", cuda)
     return "cpu"
 
 
-@pytest.fixture(params=["by torch", NATIVE, INTERPRETED, CUDA])
+def use_extension(monkeypatch):
+    """Runs the C kernels."""
+    cpu = pytest.importorskip("gradilocks.kernels.cpu", reason="the C extension is not compiled", exc_type=ImportError)
+    monkeypatch.setitem(kernels.BACKENDS, "cpu", cpu)
+    return "cpu"
+
+
+def use_gpu(monkeypatch):
+    return "cuda"
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(use_extension, id="C"),
+        pytest.param(use_interpreter, id="interpreted"),
+        pytest.param(use_gpu, id="cuda", marks=pytest.mark.gpu),
+    ]
+)
 def device(request, monkeypatch):
-    """Wherever the optimizers run."""
-    yield _prepare(request.param, monkeypatch)
-    chunks._chunkings.clear()
-
-
-@pytest.fixture(params=[NATIVE, INTERPRETED, CUDA])
-def kernel_device(request, monkeypatch):
-    """Where our own kernels serve."""
-    yield _prepare(request.param, monkeypatch)
-    chunks._chunkings.clear()
-
-
-@pytest.fixture(params=[INTERPRETED, CUDA])
-def triton_device(request, monkeypatch):
-    """Where the kernels in Triton serve, whose launches can be counted and captured."""
-    yield _prepare(request.param, monkeypatch)
-    chunks._chunkings.clear()
+    """The device of the parameters; kernels serve it."""
+    return request.param(monkeypatch)
 
 
 @pytest.fixture
-def cuda(monkeypatch):
-    """A GPU; for tests marked `gpu`."""
-    return _prepare("cuda", monkeypatch)
+def extension(monkeypatch):
+    """CPU tensors, served by the C extension."""
+    return use_extension(monkeypatch)

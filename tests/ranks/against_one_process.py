@@ -1,14 +1,13 @@
-"""A model spread over ranks in, beside it one process on the whole gradients; what differs out.
+"""Trains a distributed model and, beside it, the whole model as one process would; reports every difference.
 
-A `Run` is a model in the hands of some parallelism: its real backward, and which of a rank's
-tensors are the same as another rank's. `train` steps it ten times under a control. Before each step
-the ranks show each other their gradients, whole, and each steps a copy of the whole model on them
-by itself, as one process would. What is not the same comes back in words, with what each step sent.
+Before each step the ranks gather their gradients into whole tensors, and each rank steps its own copy of the whole
+model on them with a second control. Norms, decisions, scales, parameters and culprits must agree.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,166 +19,145 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradilocks
 
-__all__ = ["BAD_STEP", "FACTORS", "ORDERS", "STEPS", "Run", "Traffic", "factor", "train"]
+__all__ = ["BAD_STEP", "STEPS", "CollectiveCounter", "TrainingCase", "loss_factor", "optimizer_for", "train"]
 
-ORDERS = (1.0, 2.0, 3.0, math.inf)
-STEPS, BAD_STEP = 10, 6
-FACTORS = (1.0, 1e3, 1e-4)
-"""What the losses are multiplied by in turn, so that some steps are clipped and others are not."""
+STEPS, BAD_STEP = 8, 5
 
 
-def factor(step: int) -> float:
-    return FACTORS[step % len(FACTORS)]
+def loss_factor(step: int) -> float:
+    """A factor of the loss, so that some steps are clipped and others are not."""
+    return (1.0, 1e3, 1e-4)[step % 3]
+
+
+def optimizer_for(params: Any) -> torch.optim.Optimizer:
+    """SGD, because its step is proportional to the gradient: a wrong clip factor shows in the parameters."""
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
 @dataclass
-class Run:
-    """What one rank trains."""
+class TrainingCase:
+    """One rank's part of a distributed training."""
 
     model: Any
-    """A module, or modules by their prefix, that name the parameters."""
+    """A module, or a mapping from a prefix to a module."""
     optimizers: Sequence[Any]
     backward: Callable[[gradilocks.GradientControl, int], None]
     """Runs the backward pass of a step, as a user would."""
-    told: dict[str, Any] = field(default_factory=dict)
-    """What the control is told of the ranks."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """`mesh=`, `distinct=` and `share=` of the control."""
     key: Callable[[str], Hashable] = lambda name: name
-    """Of a parameter's name: what tells the tensor from those of other ranks with that name."""
+    """Identifies a parameter by its name: equal keys on several ranks are replicas."""
     group: Any = None
-    """The ranks that hold the model together, and its copies; None for all."""
-    overflow: Callable[[], None] | None = None
-    """Writes Inf into a gradient of the last rank, if not the backward pass does by itself."""
-    begun: Callable[[gradilocks.GradientControl], None] = lambda control: None
-    """Is called when the control has been made."""
+    """The ranks that train this model; None for all."""
+    write_inf: Callable[[], None] | None = None
+    """Writes Inf into a gradient on one rank; None if `backward` does so itself."""
+    on_control: Callable[[gradilocks.GradientControl], None] = lambda control: None
+    """Called with the new control."""
+    whole_optimizer: Callable[[Any], Any] = optimizer_for
+    """The optimizer of the one process."""
 
-    named: list[tuple[str, nn.Parameter]] = field(default_factory=list)
-    """The parameters by the names that a culprit should have."""
+    named_parameters: list[tuple[str, Any]] = field(init=False)
+    """The parameters with the names that culprits should have. Some wrappers replace them during the forward pass."""
 
     def __post_init__(self) -> None:
         models = self.model if isinstance(self.model, dict) else {"": self.model}
-        for prefix, model in models.items():
-            for path, param in model.named_parameters():
-                self.named.append((f"{prefix}.{plain_name(path)}".lstrip("."), param))
+        wrappers = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
+        self.named_parameters = [
+            (".".join(part for part in [prefix, *path.split(".")] if part and part not in wrappers), param)
+            for prefix, model in models.items()
+            for path, param in model.named_parameters()
+        ]
 
 
-_WRAPPERS = {"_fsdp_wrapped_module", "module", "_orig_mod", "_checkpoint_wrapped_module"}
-
-
-def plain_name(path: str) -> str:
-    """No model here has a part of its own that is called as a wrapper's."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
-
-
-def _is_a_wait(name: str) -> bool:
-    return name.startswith(("wait", "_wrap"))
-
-
-class Traffic(TorchDispatchMode):
-    """Inside, takes note of every collective: its name, and the bytes that this rank gives."""
+class CollectiveCounter(TorchDispatchMode):
+    """A context that collects the name and the sent bytes of every collective."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[str, int]] = []
+        self.calls: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and not _is_a_wait(func.__name__):
-            name = func.__name__.split(".")[0]
-            given = args[1] if name.startswith(("allgather", "_allgather")) else args[0]
-            tensors = given if isinstance(given, (list, tuple)) else [given]
-            self.seen.append((name.strip("_"), sum(each.nbytes for each in tensors)))
+        name = func.__name__.split(".")[0].strip("_")
+        if func.namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "wrap")):
+            sent = args[1] if name.startswith("allgather") else args[0]
+            tensors = sent if isinstance(sent, (list, tuple)) else [sent]
+            self.calls.append((name, sum(tensor.nbytes for tensor in tensors)))
         return func(*args, **(kwargs or {}))
 
 
-class _OneProcess:
-    """The whole model, stepped by one process."""
+def train(case: TrainingCase, clip: Any, *, make_scale: Callable[[], Any] | None = None) -> dict[str, Any]:
+    """Trains STEPS steps with an Inf in one of them.
 
-    def __init__(self, values: dict[Hashable, Tensor], **given: Any) -> None:
-        self.params = {key: nn.Parameter(value.clone()) for key, value in values.items()}
-        self.control = gradilocks.GradientControl(
-            torch.optim.AdamW(list(self.params.values()), lr=0.01, fused=False), **given
-        )
-
-    def step(self, grads: dict[Hashable, Tensor]) -> gradilocks.Outcome:
-        self.control.scale_loss(torch.ones((), requires_grad=True))
-        for key, param in self.params.items():
-            grad = grads.get(key)
-            param.grad = None if grad is None else grad.to(param.dtype)
-        outcome = self.control.step()
-        self.control.zero_grad()
-        return outcome
-
-
-def adamw(params: Any, **given: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.01, fused=False, **given)
-
-
-def train(run: Run, clip: Any, *, steps: int = STEPS, scale: float = 4.0) -> dict[str, Any]:
-    """Ten steps with one overflow, beside one process; what differs, and what was sent."""
-    given = {
-        "scale": gradilocks.DynamicScale(init_scale=scale, growth_interval=3),
-        "clip": clip,
-    }
-    alone = _OneProcess(_whole(run, lambda param: param.detach()), **given)
-    control = gradilocks.GradientControl(*run.optimizers, model=run.model, **given, **run.told)
-    run.begun(control)
-    wrong: list[str] = []
-    sent, culprits, clipped = [], (), 0
-    exact = getattr(clip, "order", 2.0) != 3.0
-    for step in range(steps):
-        run.backward(control, step)
-        if step == BAD_STEP and run.overflow is not None:
-            run.overflow()
-        grads = _whole(run, lambda param: param.grad)
-        with Traffic() as traffic:
+    Returns:
+        differences: from one process, in words; empty if there are none.
+        collectives: of each step.
+        culprits: of the step with the Inf.
+    """
+    scale = (make_scale or _default_scale)()
+    whole = {key: nn.Parameter(value) for key, value in _gather(case, lambda param: param.detach()).items()}
+    with warnings.catch_warnings(action="ignore"):  # Plain tensors on several ranks: here each rank is to decide alone.
+        alone = gradilocks.GradientControl(case.whole_optimizer(list(whole.values())), scale=scale, clip=clip)
+    control = gradilocks.GradientControl(*case.optimizers, model=case.model, scale=scale, clip=clip, **case.options)
+    case.on_control(control)
+    differences: list[str] = []
+    collectives, culprits, clipped_steps = [], (), 0
+    for step in range(STEPS):
+        case.backward(control, step)
+        if step == BAD_STEP and case.write_inf is not None:
+            case.write_inf()
+        grads = _gather(case, lambda param: param.grad)
+        with CollectiveCounter() as counter:
             outcome = control.step()
-        sent.append(traffic.seen)
-        expected = alone.step(grads)
-        pulled = outcome.clipped
-        if clip.apart:  # Then a rank tells of the tensors that it holds.
-            flags: list[Any] = [None] * dist.get_world_size(run.group)
-            dist.all_gather_object(flags, pulled, group=run.group)
-            pulled = any(flags)
-        mine = [outcome.skipped, pulled, control.scale, outcome.step]
-        theirs = [expected.skipped, expected.clipped, alone.control.scale, expected.step]
-        if mine != theirs or outcome.skipped != (step == BAD_STEP):
-            wrong.append(f"step {step}: decided {mine}, one process {theirs}")
-        if not outcome.skipped and not (
-            outcome.norm == expected.norm
-            if exact
-            else math.isclose(outcome.norm, expected.norm, rel_tol=2e-7)
-        ):
-            wrong.append(f"step {step}: norm {outcome.norm!r}, one process {expected.norm!r}")
-        clipped += pulled
-        if outcome.skipped:
-            culprits = outcome.culprits
+        collectives.append(counter.calls)
+        alone.scale_loss(torch.ones((), requires_grad=True))
+        for key, param in whole.items():
+            param.grad = grads.get(key)
+        expected = alone.step()
+        clipped = _any(case, outcome.clipped)
+        found = outcome.skipped, clipped, outcome.scale, control.scale, outcome.step
+        wanted = expected.skipped, expected.clipped, expected.scale, alone.scale, expected.step
+        if found != wanted or outcome.skipped != (step == BAD_STEP):
+            differences.append(f"step {step}: decided {found}, one process {wanted}")
+        if not outcome.skipped and not math.isclose(outcome.norm, expected.norm, rel_tol=1e-6):
+            differences.append(f"step {step}: norm {outcome.norm!r}, one process {expected.norm!r}")
+        clipped_steps += clipped
+        culprits = outcome.culprits or culprits
         control.zero_grad()
-    for key, value in _whole(run, lambda param: param.detach()).items():
-        other = alone.params[key].detach()
-        same = torch.equal(value, other) if exact else torch.allclose(value, other, rtol=1e-6)
-        if not same:
-            worst = (value - other).abs().max().item()
-            wrong.append(f"{key} is off by {worst:g} from that of one process")
-    if not 0 < clipped < steps - 1:
-        wrong.append(f"{clipped} steps were clipped: the case shows nothing")
-    return {"wrong": wrong, "sent": sent, "culprits": culprits}
+        alone.zero_grad()
+    for key, value in _gather(case, lambda param: param.detach()).items():
+        if not torch.allclose(value, whole[key], rtol=1e-5, atol=1e-6):
+            error = (value - whole[key]).abs().max().item()
+            differences.append(f"{key} differs from that of one process by {error:g}")
+    if not 0 < clipped_steps < STEPS - 1:
+        differences.append(f"{clipped_steps} of {STEPS} steps were clipped, so the case shows little")
+    return {"differences": differences, "collectives": collectives, "culprits": culprits}
 
 
-def _whole(run: Run, of: Callable[[nn.Parameter], Tensor | None]) -> dict[Hashable, Tensor]:
-    """Every tensor of the model, whole, by its key; copies must be the same bit for bit."""
-    mine: dict[Hashable, Tensor] = {}
-    for name, param in run.named:
-        tensor: Any = of(param)
+def _default_scale() -> gradilocks.DynamicScale:
+    return gradilocks.DynamicScale(init_scale=4.0, growth_interval=3)
+
+
+def _any(case: TrainingCase, flag: bool) -> bool:
+    flags: list[Any] = [None] * dist.get_world_size(case.group)
+    dist.all_gather_object(flags, flag, group=case.group)
+    return any(flags)
+
+
+def _gather(case: TrainingCase, tensor_of: Callable[[Any], Any]) -> dict[Hashable, Tensor]:
+    """Every tensor of the model, whole, by key. Replicas must be equal bit for bit."""
+    own: dict[Hashable, Tensor] = {}
+    for name, param in case.named_parameters:
+        tensor = tensor_of(param)
         if tensor is not None:
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            mine[run.key(name)] = whole.clone()
-    told: list[Any] = [None] * dist.get_world_size(run.group)
-    dist.all_gather_object(told, mine, group=run.group)
+            own[case.key(name)] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+    parts: list[Any] = [None] * dist.get_world_size(case.group)
+    dist.all_gather_object(parts, own, group=case.group)
     found: dict[Hashable, Tensor] = {}
-    for theirs in told:
-        for key, tensor in theirs.items():
-            known = found.setdefault(key, tensor)
-            if not torch.isfinite(tensor).all():
+    for part in parts:
+        for key, tensor in part.items():
+            first = found.setdefault(key, tensor)
+            if not tensor.isfinite().all():
                 found[key] = tensor
-            elif torch.isfinite(known).all() and not torch.equal(known, tensor):
-                raise AssertionError(f"the copies of {key} differ: the case itself is wrong")
+            elif first.isfinite().all() and not torch.equal(first, tensor):
+                raise AssertionError(f"replicas of {key} differ: the case itself or an earlier step is wrong")
     return dict(sorted(found.items(), key=lambda item: repr(item[0])))

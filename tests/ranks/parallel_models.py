@@ -1,7 +1,7 @@
-"""Small models in the hands of every parallelism of torch, each as its users set it up.
+"""Small models under every parallelism of torch, each set up as its users do.
 
-Each function takes this rank and returns a `Run`, or None on a rank that has nothing to do. `CASES`
-lists them by name. They are written for four ranks, and those of `ANY_NUMBER` for 2 and 8 as well.
+Each function takes a rank and returns that rank's TrainingCase, or None for an idle rank. `CASES` has them by name,
+written for 4 or 8 ranks; those of `ANY_SIZE` also for 2.
 """
 
 from __future__ import annotations
@@ -12,38 +12,40 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from against_one_process import BAD_STEP, TrainingCase, loss_factor, optimizer_for
 from torch import Tensor, nn
 
-from tests.ranks.against_one_process import BAD_STEP, Run, adamw, factor
+import gradilocks
 
-__all__ = ["ANY_NUMBER", "CASES"]
+__all__ = ["ANY_SIZE", "CASES"]
 
-Case = Callable[[int], Run | None]
-CPU = torch.device("cpu")
-
-
-class Block(nn.Module):
-    """Rows that do not divide by the number of ranks, and fewer of them than there are ranks."""
-
-    def __init__(self, width: int = 8, hidden: int = 10) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
+Case = Callable[[int], TrainingCase | None]
 
 
 class Net(nn.Module):
+    """Rows that do not divide by the number of ranks, and a parameter with fewer rows than ranks."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.body = Block()
+        self.body = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 10), nn.Tanh(), nn.Linear(10, 8))
         self.head = nn.Linear(8, 3)
         self.gain = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x)) * self.gain  # type: ignore[no-any-return]
+        return self.head(x + self.body(x)) * self.gain  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """A block over (batch, sequence, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
 def seeded(make: Callable[[], Any], seed: int = 0) -> Any:
@@ -57,125 +59,123 @@ def mesh_of(shape: Sequence[int], names: Sequence[str]) -> Any:
     return init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
 
 
-def line() -> Any:
-    return mesh_of((dist.get_world_size(),), ("dp",))
+def line(name: str = "dp") -> Any:
+    """All ranks along one dimension."""
+    return mesh_of((dist.get_world_size(),), (name,))
 
 
 def grid(*names: str) -> Any:
-    """Two dimensions, the second of two ranks."""
+    """All ranks along two dimensions, the second of two ranks."""
     return mesh_of((dist.get_world_size() // 2, 2), names)
 
 
 def batch(step: int, part: int, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + part)
-    return torch.randn(*(shape or (4, 8)), generator=generator)
+    return torch.randn(*(shape or (4, 8)), generator=torch.Generator().manual_seed(1000 * step + part))
 
 
 def loss_of(model: Any, step: int, part: int, *shape: int) -> Tensor:
-    return model(batch(step, part, *shape)).square().mean() * factor(step)
-
-
-def by_loss(model: Any, part: int, *shape: int) -> Callable[[Any, int], None]:
-    """The backward pass of a model whose ranks see different data."""
-
-    def backward(control: Any, step: int) -> None:
-        control.backward(loss_of(model, step, part, *shape))
-
-    return backward
-
-
-def spoiler(model: Any, bad: bool, name: str | None = None) -> Callable[[], None]:
-    """Writes Inf into the first gradient, or that of `name`, that has elements on a bad rank."""
-
-    def spoil() -> None:
-        named = model.named if isinstance(model, Run) else model.named_parameters()
-        for path, param in named:
-            grad: Any = param.grad
-            local = grad.to_local() if hasattr(grad, "to_local") else grad
-            if bad and local is not None and local.numel() and name in (None, path):
-                with torch.no_grad():
-                    local.view(-1)[0] = math.inf
-                return
-
-    return spoil
+    return model(batch(step, part, *shape)).square().mean() * loss_factor(step)  # type: ignore[no-any-return]
 
 
 def is_last(rank: int) -> bool:
     return rank == dist.get_world_size() - 1
 
 
-def over(model: Any, rank: int, backward: Any = None, **given: Any) -> Run:
-    """One model under one optimizer, whose ranks see different data."""
-    return Run(
-        model,
-        [adamw(model.parameters())],
-        backward or by_loss(model, rank),
-        overflow=spoiler(model, is_last(rank)),
-        **given,
-    )
+def local_of(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-# Data parallel.
+def writer_of_inf(model: Any, is_bad_rank: bool, name: str | None = None) -> Callable[[], None]:
+    """Writes Inf into the first gradient with elements, or that of `name`, on the bad rank."""
+
+    def write() -> None:
+        for path, param in model.named_parameters():
+            grad = local_of(param.grad)
+            if is_bad_rank and grad is not None and grad.numel() and name in (None, path):
+                with torch.no_grad():
+                    grad.view(-1)[0] = math.inf
+                return
+
+    return write
 
 
-def ddp(rank: int) -> Run:
-    """Two micro-batches, the first without communication; the last rank's loss overflows."""
-    from torch.nn.parallel import DistributedDataParallel
+def average(model: Any, group: Any) -> None:
+    """Data parallelism by hand."""
+    for param in model.parameters():
+        if param.grad is not None:
+            grad = local_of(param.grad)
+            dist.all_reduce(grad, group=group)
+            grad.div_(dist.get_world_size(group))
 
-    model = DistributedDataParallel(seeded(Net))
+
+def case_of(model: Any, rank: int, backward: Any = None, **given: Any) -> TrainingCase:
+    """A model with one optimizer, whose ranks see different data."""
+
+    def by_loss(control: Any, step: int) -> None:
+        control.backward(loss_of(model, step, rank))
+
+    given.setdefault("write_inf", writer_of_inf(model, is_last(rank)))
+    return TrainingCase(model, [optimizer_for(model.parameters())], backward or by_loss, **given)
+
+
+def inf_on_last_rank(rank: int, step: int) -> float:
+    return math.inf if step == BAD_STEP and is_last(rank) else 1.0
+
+
+# --- data parallel ---------------------------------------------------------------------------------------------------
+
+
+def ddp(rank: int) -> TrainingCase:
+    """Two micro-batches, the first without communication; the loss of the last rank overflows."""
+    model = nn.parallel.DistributedDataParallel(seeded(Net))
 
     def backward(control: Any, step: int) -> None:
-        bad = math.inf if step == BAD_STEP and is_last(rank) else 1.0
         with model.no_sync():
             control.backward(loss_of(model, step, 2 * rank) / 2)
-        control.backward(loss_of(model, step, 2 * rank + 1) / 2 * bad)
+        control.backward(loss_of(model, step, 2 * rank + 1) / 2 * inf_on_last_rank(rank, step))
 
-    return Run(model, [adamw(model.parameters())], backward)
+    return case_of(model, rank, backward, write_inf=None)
 
 
-def ddp_compiled_and_checkpointed(rank: int) -> Run:
-    """Wrappers inside wrappers: none of them is in a culprit's name."""
+def ddp_around_wrappers(rank: int) -> TrainingCase:
+    """Wrappers inside of wrappers do not appear in names."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.nn.parallel import DistributedDataParallel
 
     net = seeded(Net)
     net.body = torch.compile(checkpoint_wrapper(net.body), backend="eager")
-    model = DistributedDataParallel(net)
+    model = nn.parallel.DistributedDataParallel(net)
 
     def backward(control: Any, step: int) -> None:
-        bad = math.inf if step == BAD_STEP and is_last(rank) else 1.0
-        control.backward(loss_of(model, step, rank) * bad)
+        control.backward(loss_of(model, step, rank) * inf_on_last_rank(rank, step))
 
-    return Run(model, [adamw(model.parameters())], backward)
+    return case_of(model, rank, backward, write_inf=None)
 
 
-def zero(rank: int) -> Run:
-    """Every rank has all gradients, and steps its share of the parameters."""
+def zero(rank: int) -> TrainingCase:
+    """Every rank has all gradients and steps a part of the parameters."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(seeded(Net))
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01
-    )
-
-    def backward(control: Any, step: int) -> None:
-        bad = math.inf if step == BAD_STEP and is_last(rank) else 1.0
-        control.backward(loss_of(model, step, rank) * bad)
-
-    return Run(model, [optimizer], backward)
+    case = ddp(rank)
+    case.optimizers = [
+        ZeroRedundancyOptimizer(case.model.parameters(), optimizer_class=torch.optim.SGD, lr=0.01, momentum=0.9)
+    ]
+    return case
 
 
-# FSDP2.
+# --- FSDP2 -----------------------------------------------------------------------------------------------------------
 
 
-def fsdp2(rank: int) -> Run:
-    """Nested; most shards are uneven, some empty. Two micro-batches, one reduction."""
+def sharded(rank: int, **options: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
-    model, mesh = seeded(Net), line()
-    fully_shard(model.body, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = seeded(Net)
+    fully_shard(model.body, **options)
+    return fully_shard(model, **options)
+
+
+def fsdp2(rank: int) -> TrainingCase:
+    """Nested, with uneven and empty shards; two micro-batches and one reduction."""
+    model = sharded(rank)
 
     def backward(control: Any, step: int) -> None:
         model.set_requires_gradient_sync(False)
@@ -183,209 +183,177 @@ def fsdp2(rank: int) -> Run:
         model.set_requires_gradient_sync(True)
         control.backward(loss_of(model, step, 2 * rank + 1) / 2)
 
-    return over(model, rank, backward)
+    return case_of(model, rank, backward)
 
 
-def fsdp2_that_stays_whole(rank: int) -> Run:
-    """Parameters are not cut again after forward, nor after backward."""
-    from torch.distributed.fsdp import fully_shard
-
-    model, mesh = seeded(Net), line()
-    fully_shard(model.body, mesh=mesh, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    model.set_reshard_after_backward(False)
-    run = over(model, rank)
-    run.overflow = spoiler(run, is_last(rank))  # The model names other tensors now.
-    return run
+def fsdp2_with_our_optimizer(rank: int) -> TrainingCase:
+    case = case_of(sharded(rank), rank)
+    case.whole_optimizer = lambda params: gradilocks.optim.AdamW(params, lr=0.01)
+    case.optimizers = [case.whole_optimizer(case.model.parameters())]
+    return case
 
 
-def fsdp2_along_columns(rank: int) -> Run:
-    from torch.distributed.fsdp import fully_shard
+def fsdp2_along_columns(rank: int) -> TrainingCase:
     from torch.distributed.tensor import Shard
 
-    model = seeded(Net)
-    fully_shard(
-        model,
-        mesh=line(),
-        shard_placement_fn=lambda p: Shard(1) if p.shape[1:] == (8,) else None,
-    )
-    return over(model, rank)
+    return case_of(sharded(rank, shard_placement_fn=lambda p: Shard(1) if p.shape[1:] == (8,) else None), rank)
 
 
-def hsdp(rank: int) -> Run:
-    from torch.distributed.fsdp import fully_shard
+def fsdp2_offloaded(rank: int) -> TrainingCase:
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
-    model, mesh = seeded(Net), grid("replicate", "shard")
-    fully_shard(model.body, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return over(model, rank)
+    return case_of(sharded(rank, offload_policy=CPUOffloadPolicy(pin_memory=False)), rank)
 
 
-def fsdp2_offloaded(rank: int) -> Run:
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-
-    model = seeded(Net)
-    fully_shard(model, mesh=line(), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    return over(model, rank)
+def fsdp2_compiled(rank: int) -> TrainingCase:
+    return case_of(torch.compile(sharded(rank), backend="eager"), rank)
 
 
-def fsdp2_compiled(rank: int) -> Run:
-    from torch.distributed.fsdp import fully_shard
-
-    model, mesh = seeded(Net), line()
-    fully_shard(model, mesh=mesh)
-    model = torch.compile(model, backend="eager")
-    return over(model, rank)
+def hsdp(rank: int) -> TrainingCase:
+    return case_of(sharded(rank, mesh=grid("replicate", "shard")), rank)
 
 
-# Tensor parallel.
+# --- tensor parallel -------------------------------------------------------------------------------------------------
 
 
-def _tensor_plan(sequence: bool) -> dict[str, Any]:
+def tensor_parallel(mesh: Any, *, sequence: bool = False) -> Any:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
         SequenceParallel,
+        parallelize_module,
     )
 
-    if not sequence:
-        return {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    return {
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
-    }
+    plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if sequence:
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+    return parallelize_module(seeded(FeedForward), mesh, plan)
 
 
-class Feed(nn.Module):
-    """A block over (batch, sequence, width) without a residual, and a norm in front."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
+def tp(rank: int) -> TrainingCase:
+    """The norm is outside of the plan: a plain tensor that every rank holds."""
+    model = tensor_parallel(line("tp"))
+    return case_of(model, rank, lambda control, step: control.backward(loss_of(model, step, 0, 2, 8, 8)))
 
 
-def _tensor_parallel(mesh: Any, *, sequence: bool, seed: int = 0) -> nn.Module:
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    model: nn.Module = seeded(Feed, seed)
-    return parallelize_module(model, mesh, _tensor_plan(sequence))
-
-
-def tp(rank: int) -> Run:
-    """The norm is outside the plan: a plain tensor that every rank holds."""
-    model = _tensor_parallel(mesh_of((dist.get_world_size(),), ("tp",)), sequence=False)
-    return over(model, rank, by_loss(model, 0, 2, 8, 8))
-
-
-def sequence_parallel(rank: int) -> Run:
-    """The norm's weight gets a Partial gradient: each rank has seen a piece of the sequence."""
-    world = dist.get_world_size()
-    model = _tensor_parallel(mesh_of((world,), ("tp",)), sequence=True)
+def sequence_parallel(rank: int) -> TrainingCase:
+    """The gradient of the norm's weight is a partial sum: each rank has seen a part of the sequence."""
+    model, ranks = tensor_parallel(line("tp"), sequence=True), dist.get_world_size()
 
     def backward(control: Any, step: int) -> None:
-        piece = batch(step, 0, 2, 8, 8).chunk(world, dim=1)[rank]
-        control.backward(model(piece).square().mean() * factor(step))
+        piece = batch(step, 0, 2, 8, 8).chunk(ranks, dim=1)[rank]
+        control.backward(model(piece).square().mean() * loss_factor(step))
 
-    return Run(
-        model,
-        [adamw(model.parameters())],
-        backward,
-        overflow=spoiler(model, is_last(rank), "up.weight"),
-    )
+    return case_of(model, rank, backward, write_inf=writer_of_inf(model, is_last(rank), "up.weight"))
 
 
-def _average(model: Any, group: Any) -> None:
-    """Data parallel by hand, on whatever of the gradients is here."""
-    for param in model.parameters():
-        if param.grad is not None:
-            grad: Any = param.grad
-            local = grad.to_local() if hasattr(grad, "to_local") else grad
-            dist.all_reduce(local, group=group)
-            local.div_(dist.get_world_size(group))
-
-
-def tp_inside_dp(rank: int) -> Run:
+def tp_inside_dp(rank: int) -> TrainingCase:
     mesh = grid("dp", "tp")
-    model = _tensor_parallel(mesh["tp"], sequence=False)
+    model = tensor_parallel(mesh["tp"])
 
     def backward(control: Any, step: int) -> None:
         control.backward(loss_of(model, step, rank // 2, 2, 8, 8))
-        _average(model, mesh["dp"].get_group())
+        average(model, mesh["dp"].get_group())
 
-    return over(model, rank, backward, told={"mesh": mesh})
+    return case_of(model, rank, backward, options={"mesh": mesh})
 
 
-def fsdp2_over_tp(rank: int) -> Run:
-    """The norm lies along dp alone, the rest along both: by _StridedShard where rows meet rows."""
+def tp_inside_ddp(rank: int) -> TrainingCase:
+    """DistributedDataParallel replaces the DTensors of tensor parallelism by their local tensors."""
+    mesh = grid("dp", "tp")
+    model = nn.parallel.DistributedDataParallel(tensor_parallel(mesh["tp"]), device_mesh=mesh["dp"])
+    params, split = dict(model.named_parameters()), ("up.weight", "up.bias", "down.weight")
+
+    def backward(control: Any, step: int) -> None:
+        control.backward(loss_of(model, step, rank // 2, 2, 8, 8))
+
+    def write_inf() -> None:
+        if rank % 2:  # After the all-reduce of DDP, so on every replica of this shard.
+            params["module.up.weight"].grad.view(-1)[0] = math.inf
+
+    def key(name: str) -> Any:
+        return (name, rank % 2) if name in split else name
+
+    return case_of(model, rank, backward, options={"mesh": mesh}, key=key, write_inf=write_inf)
+
+
+def fsdp2_over_tp(rank: int) -> TrainingCase:
+    """The norm is sharded over dp alone, the rest over both dimensions."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = grid("dp", "tp")
-    model = _tensor_parallel(mesh["tp"], sequence=False)
-    fully_shard(model, mesh=mesh["dp"])
-    return over(model, rank, by_loss(model, rank // 2, 2, 8, 8), told={"mesh": mesh})
+    model: Any = fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["dp"])
+
+    def backward(control: Any, step: int) -> None:
+        control.backward(loss_of(model, step, rank // 2, 2, 8, 8))
+
+    return case_of(model, rank, backward, options={"mesh": mesh})
 
 
-def hsdp_over_tp(rank: int) -> Run:
+def hsdp_over_tp(rank: int) -> TrainingCase:
     from torch.distributed.fsdp import fully_shard
 
     mesh = mesh_of((dist.get_world_size() // 4, 2, 2), ("replicate", "shard", "tp"))
-    model = _tensor_parallel(mesh["tp"], sequence=False)
-    fully_shard(model, mesh=mesh["replicate", "shard"])
-    return over(model, rank, by_loss(model, rank // 2, 2, 8, 8), told={"mesh": mesh})
+    model: Any = fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["replicate", "shard"])
+
+    def backward(control: Any, step: int) -> None:
+        control.backward(loss_of(model, step, rank // 2, 2, 8, 8))
+
+    return case_of(model, rank, backward, options={"mesh": mesh})
 
 
-# Gradients laid out by hand.
+# --- DTensors by hand ------------------------------------------------------------------------------------------------
 
 
-def _given(
-    placed: Mapping[str, tuple[Any, Sequence[Any], tuple[int, ...]]], seed: int = 0
+def placed(
+    tensors: Mapping[str, tuple[Any, Sequence[Any], tuple[int, ...]]], seed: int = 0
 ) -> tuple[nn.ParameterDict, Callable[[Any, int], None]]:
-    """Parameters by name: a mesh, placements and a shape; the same random gradients everywhere."""
+    """Parameters with these meshes, placements and shapes, and a backward that gives them random gradients.
+
+    Args:
+        tensors: by name; a mesh of None makes a plain tensor that every rank holds.
+        seed: of values and gradients.
+    """
     from torch.distributed.tensor import distribute_tensor
 
-    def made(number: int, step: int, shape: tuple[int, ...]) -> Tensor:
-        return batch(step, seed + number, *shape)
+    def value(number: int, step: int) -> Any:
+        mesh, placements, shape = list(tensors.values())[number]
+        whole = batch(step, seed + number, *shape) * (loss_factor(step) if step != 99 else 1.0)
+        return whole if mesh is None else distribute_tensor(whole, mesh, placements)
 
-    params = nn.ParameterDict()
-    for number, (name, (mesh, placements, shape)) in enumerate(placed.items()):
-        value = made(number, 99, shape)
-        params[name] = nn.Parameter(
-            value if mesh is None else distribute_tensor(value, mesh, placements)
-        )
+    params = nn.ParameterDict({name: nn.Parameter(value(i, 99)) for i, name in enumerate(tensors)})
 
     def backward(control: Any, step: int) -> None:
         control.scale_loss(torch.ones((), requires_grad=True))
-        for number, (name, (mesh, placements, shape)) in enumerate(placed.items()):
-            grad = made(number, step, shape) * factor(step) * control.scale
-            params[name].grad = grad if mesh is None else distribute_tensor(grad, mesh, placements)
+        for i, name in enumerate(tensors):
+            params[name].grad = value(i, step) * control.scale
 
     return params, backward
 
 
-def both_orders_of_a_grid(rank: int) -> Run:
+def mixed_placements(rank: int) -> TrainingCase:
     from torch.distributed.tensor import Replicate, Shard
 
-    mesh = grid("dp", "tp")
-    params, backward = _given(
+    mesh, flat = grid("dp", "tp"), line()
+    params, backward = placed(
         {
             "a": (mesh, [Replicate(), Shard(0)], (5, 3)),
             "b": (mesh, [Shard(0), Replicate()], (5, 3)),
             "c": (mesh, [Shard(0), Shard(1)], (5, 3)),
             "d": (mesh, [Replicate(), Replicate()], (7,)),
             "e": (mesh, [Shard(1), Shard(0)], (1, 9)),
+            "f": (flat, [Shard(0)], (1, 2)),
         }
     )
-    return over(params, rank, backward)
+    return case_of(params, rank, backward)
 
 
-def a_half_with_the_rest_idle(rank: int) -> Run | None:
+def idle_half(rank: int) -> TrainingCase | None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard
 
@@ -393,73 +361,71 @@ def a_half_with_the_rest_idle(rank: int) -> Run | None:
     mesh = DeviceMesh("cpu", list(range(half)))
     if rank >= half:
         return None
-    params, backward = _given({"a": (mesh, [Shard(0)], (5, 3)), "b": (mesh, [Replicate()], (4,))})
-    run = over(params, rank, backward, told={"mesh": mesh}, group=mesh.get_group())
-    run.overflow = spoiler(params, rank == half - 1)
-    return run
+    params, backward = placed({"a": (mesh, [Shard(0)], (5, 3)), "b": (mesh, [Replicate()], (4,))})
+    write_inf = writer_of_inf(params, rank == half - 1)
+    return case_of(params, rank, backward, options={"mesh": mesh}, group=mesh.get_group(), write_inf=write_inf)
 
 
-def two_models_on_two_halves(rank: int) -> Run:
-    from torch.distributed.tensor import Shard
+def two_models(rank: int) -> TrainingCase:
+    """One model on each half of the ranks, over two dimensions."""
+    from torch.distributed.tensor import Replicate, Shard
 
-    world = dist.get_world_size()
-    mesh = mesh_of((2, world // 2), ("model", "part"))
-    half, group = rank // (world // 2), mesh["part"].get_group()
-    params, backward = _given(
-        {"a": (mesh["part"], [Shard(0)], (5, 3)), "b": (mesh["part"], [Shard(0)], (4,))},
-        seed=50 * half,
+    half = dist.get_world_size() // 2
+    mesh = mesh_of((2, 2, half // 2), ("model", "dp", "tp"))["dp", "tp"]
+    groups = [dist.new_group(list(range(begin, begin + half))) for begin in (0, half)]
+    params, backward = placed(
+        {"a": (mesh, [Shard(0), Shard(1)], (5, 3)), "b": (mesh, [Shard(0), Replicate()], (4,))},
+        seed=50 * (rank // half),
     )
-    run = over(params, rank, backward, told={"process_group": group}, group=group)
-    run.overflow = spoiler(params, rank % (world // 2) == world // 2 - 1)
-    return run
+    write_inf = writer_of_inf(params, rank % half == half - 1)
+    return case_of(params, rank, backward, options={"mesh": mesh}, group=groups[rank // half], write_inf=write_inf)
 
 
-def two_optimizers_on_two_meshes(rank: int) -> Run:
+def two_optimizers(rank: int) -> TrainingCase:
     from torch.distributed.tensor import Replicate, Shard
 
     first, second = line(), grid("dp", "tp")
-    params, backward = _given(
+    params, backward = placed(
         {
             "a": (first, [Shard(0)], (5, 3)),
             "b": (second, [Shard(0), Replicate()], (8,)),
             "c": (second, [Shard(0), Shard(1)], (3, 4)),
         }
     )
-    run = over(params, rank, backward)
-    run.optimizers = [adamw([params["a"]]), adamw([params["b"], params["c"]])]
-    return run
+    case = case_of(params, rank, backward)
+    case.optimizers = [optimizer_for([params["a"]]), optimizer_for([params["b"], params["c"]])]
+    return case
 
 
-# Experts.
+# --- experts ---------------------------------------------------------------------------------------------------------
 
 
-def experts_on_all_ranks(rank: int) -> Run:
-    """Dense tensors along one dimension of all ranks, experts along two of the same ranks."""
+def dtensor_experts(rank: int) -> TrainingCase:
+    """Dense tensors over one dimension of all ranks, experts over two of the same ranks, as in torchtitan."""
     from torch.distributed.tensor import Shard
 
-    dense, experts = line(), grid("efsdp", "ep")
-    params, backward = _given(
+    params, backward = placed(
         {
-            "dense": (dense, [Shard(0)], (5, 3)),
-            "experts": (experts, [Shard(1), Shard(0)], (4, 8, 3)),
+            "dense": (line(), [Shard(0)], (5, 3)),
+            "experts": (grid("efsdp", "ep"), [Shard(1), Shard(0)], (4, 8, 3)),
         }
     )
-    return over(params, rank, backward)
+    return case_of(params, rank, backward)
 
 
-def experts_on_stripes(rank: int) -> Run:
-    """Experts along ep, the same ones on every stripe; dense tensors along all ranks."""
+def replicated_experts(rank: int) -> TrainingCase:
+    """Experts sharded over ep and replicated over dp, beside a plain router."""
     from torch.distributed.tensor import Shard
 
-    world = grid("dp", "ep")
-    params, backward = _given(
+    mesh = grid("dp", "ep")
+    params, backward = placed(
         {
             "dense": (line(), [Shard(0)], (5, 3)),
             "router": (None, (), (6,)),
-            "experts": (world["ep"], [Shard(0)], (4, 6, 3)),
+            "experts": (mesh["ep"], [Shard(0)], (4, 6, 3)),
         }
     )
-    return over(params, rank, backward, told={"mesh": world})
+    return case_of(params, rank, backward, options={"mesh": mesh})
 
 
 class Experts(nn.Module):
@@ -471,368 +437,230 @@ class Experts(nn.Module):
         if expert is not None:
             self.expert = seeded(lambda: nn.Linear(8, 8), 7 + expert)
 
-    def forward(self, x: Tensor, *, tokens: bool = True) -> Tensor:
+    def forward(self, x: Tensor, *, has_tokens: bool = True) -> Tensor:
         x = torch.tanh(self.router(x))
-        return self.expert(x) if tokens and hasattr(self, "expert") else x  # type: ignore[no-any-return]
+        return self.expert(x) if has_tokens and hasattr(self, "expert") else x  # type: ignore[no-any-return]
 
 
-def plain_experts(rank: int) -> Run:
-    """An expert on two ranks each, which get no token in two of the steps."""
-    pairs, world = grid("dp", "ep"), dist.get_world_size()
-    expert = rank % 2
+def share_of_router(name: str, param: Tensor) -> float | None:
+    return 1.0 / dist.get_world_size() if "router" in name else None
+
+
+def plain_experts(rank: int) -> TrainingCase:
+    """Plain experts along "ep", each on several ranks; one of them gets no token in some steps."""
+    mesh, expert = grid("dp", "ep"), rank % 2
     model = Experts(expert)
 
     def backward(control: Any, step: int) -> None:
-        tokens = step not in (2, 5) or expert == 0
-        control.backward(model(batch(step, rank), tokens=tokens).square().mean() * factor(step))
-        _average(model.router, None)
-        _average(model.expert, pairs["dp"].get_group())
+        has_tokens = step not in (2, 4) or expert == 0
+        output = model(batch(step, rank), has_tokens=has_tokens)
+        control.backward(output.square().mean() * loss_factor(step))
+        average(model.router, None)
+        average(getattr(model, "expert", nn.Module()), mesh["dp"].get_group())
 
-    return over(
+    return case_of(
         model,
         rank,
         backward,
-        told={"copies": lambda name, param: world if "router" in name else world // 2},
+        options={"mesh": mesh, "distinct": ("ep",), "share": share_of_router},
         key=lambda name: name if "router" in name else (expert, name),
     )
 
 
-def plain_experts_told_by_a_mesh(rank: int) -> Run:
-    """The same, by mesh= and distinct=, with copies= for what all hold."""
-    run, world = plain_experts(rank), dist.get_world_size()
-    run.told = {
-        "mesh": grid("dp", "ep"),
-        "distinct": ("ep",),
-        "copies": lambda name, param: world if "router" in name else None,
-    }
-    return run
-
-
-def a_rank_without_experts(rank: int) -> Run:
-    """Every rank but the first has an expert of its own."""
-    world = dist.get_world_size()
-    model = Experts(rank if rank else None)
+def rank_without_expert(rank: int) -> TrainingCase:
+    """Every rank but the first has an expert, so parameter lists differ; `share=` counts them."""
+    model, ranks = Experts(rank or None), dist.get_world_size()
 
     def backward(control: Any, step: int) -> None:
         control.backward(loss_of(model, step, rank))
-        _average(model.router, None)
+        average(model.router, None)
 
-    return over(
+    return case_of(
         model,
         rank,
         backward,
-        told={"copies": lambda name, param: world if "router" in name else 1},
+        options={"share": lambda name, param: 1.0 / ranks if "router" in name else 1.0},
         key=lambda name: name if "router" in name else (rank, name),
     )
 
 
-# Pipelines.
+# --- hand-made parts -------------------------------------------------------------------------------------------------
 
 
-def _layer(number: int) -> nn.Module:
-    module: nn.Module = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()), number)
-    return module
+def hand_made_parts(rank: int) -> TrainingCase:
+    """Plain tensors that are parts of a larger one, declared by `share=`."""
+    ranks = dist.get_world_size()
+    model = nn.ParameterDict(
+        {"part": nn.Parameter(batch(99, 10 + rank, 3, 4)), "shared": nn.Parameter(batch(99, 5, 6))}
+    )
+
+    def backward(control: Any, step: int) -> None:
+        control.scale_loss(torch.ones((), requires_grad=True))
+        for name, seed in (("part", 10 + rank), ("shared", 5)):
+            grad = batch(step, seed, *model[name].shape)
+            model[name].grad = grad * loss_factor(step) * control.scale
+
+    return case_of(
+        model,
+        rank,
+        backward,
+        options={"share": lambda name, param: 1.0 if name == "part" else 1.0 / ranks},
+        key=lambda name: (name, rank) if name == "part" else name,
+    )
 
 
-def _pipeline(
+def fsdp1(rank: int) -> TrainingCase:
+    """FSDP1 is an error without `share=`; with it, every flat shard counts."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(seeded(Net), device_id=torch.device("cpu"), use_orig_params=False)
+    return case_of(model, rank, options={"share": lambda name, param: 1.0}, key=lambda name: (name, rank))
+
+
+# --- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def pipeline_of(
     rank: int,
     mesh: Any,
     schedule: str,
     *,
-    prepare: Callable[[nn.Module], object] = lambda layer: None,
+    prepare: Callable[[Any], object] = lambda layer: None,
     part: int = 0,
     after: Callable[[Any], None] = lambda model: None,
-    layers: int = 4,
-) -> Run:
-    """Layers on the stages of mesh["pp"], by one of torch's schedules."""
+) -> TrainingCase:
+    """Layers on the stages of mesh["pp"] under one of torch's schedules; the first stage has one layer more."""
     from torch.distributed import pipelining
 
     group = mesh["pp"].get_group()
     place, count = dist.get_rank(group), dist.get_world_size(group)
-    interleaved = schedule not in ("ScheduleGPipe", "Schedule1F1B")
-    total = 2 * count if interleaved else count
-    share = max(layers // total, 1)
-    mine = [place, place + count] if interleaved else [place]
-    parts = {}
-    for stage in mine:
-        module = nn.Sequential(*map(_layer, range(stage * share, (stage + 1) * share)))
-        for each in module:
-            prepare(each)
-        parts[f"stage{stage}"] = module
+    is_interleaved = "Interleaved" in schedule
+    own = [place, place + count] if is_interleaved else [place]
+    parts: dict[str, nn.Module] = {}
+    for number in own:
+        layers = [
+            seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()), 10 * number + i)
+            for i in range(2 - min(number, 1))
+        ]
+        for layer in layers:
+            prepare(layer)
+        parts[f"stage{number}"] = nn.Sequential(*layers)
     stages = [
-        pipelining.PipelineStage(module, stage, total, CPU, group=group)
-        for stage, module in zip(mine, parts.values(), strict=True)
+        pipelining.PipelineStage(module, number, count * len(own), torch.device("cpu"), group=group)
+        for number, module in zip(own, parts.values(), strict=True)
     ]
-    model = nn.ModuleDict(parts)
-    made: list[Any] = []
-    now = [0]
+    model, made, current = nn.ModuleDict(parts), [], [0]
 
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).square().mean() * factor(now[0])
+    def on_control(control: Any) -> None:
+        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+            return control.scale_loss((output - target).square().mean() * loss_factor(current[0]))  # type: ignore[no-any-return]
 
-    def begun(control: Any) -> None:
-        kind = getattr(pipelining, schedule)
-        given = stages if interleaved else stages[0]
-        made.append(kind(given, max(4, count), loss_fn=control.loss_fn(loss_fn)))
+        made.append(
+            getattr(pipelining, schedule)(stages if is_interleaved else stages[0], max(4, count), loss_fn=loss_fn)
+        )
 
     def backward(control: Any, step: int) -> None:
-        now[0] = step
-        inputs, targets = batch(step, 2 * part, 8, 8), batch(step, 2 * part + 1, 8, 8)
-        last = place == count - 1
-        made[0].step(*([] if place else [inputs]), **({"target": targets} if last else {}))
+        current[0] = step
+        inputs, target = batch(step, 2 * part, 8, 8), batch(step, 2 * part + 1, 8, 8)
+        made[0].step(*(() if place else (inputs,)), **({"target": target} if place == count - 1 else {}))
         after(model)
 
-    return Run(
-        parts,
-        [adamw(model.parameters())],
-        backward,
-        overflow=spoiler(model, is_last(rank)),
-        begun=begun,
-        told={"mesh": mesh, "distinct": ("pp",)},
-    )
+    return case_of(model, rank, backward, options={"mesh": mesh, "distinct": ("pp",)}, on_control=on_control)
 
 
-def pipeline(rank: int) -> Run:
-    mesh = mesh_of((dist.get_world_size(),), ("pp",))
-    return _pipeline(rank, mesh, "ScheduleGPipe", layers=dist.get_world_size())
+def pipeline(rank: int) -> TrainingCase:
+    return pipeline_of(rank, line("pp"), "ScheduleGPipe")
 
 
-def pipeline_by_group(rank: int) -> Run:
-    mesh = mesh_of((dist.get_world_size(),), ("pp",))
-    run = _pipeline(rank, mesh, "Schedule1F1B", layers=dist.get_world_size())
-    run.told = {"process_group": mesh["pp"].get_group()}
-    return run
+def interleaved_pipeline(rank: int) -> TrainingCase:
+    return pipeline_of(rank, line("pp"), "ScheduleInterleaved1F1B")
 
 
-def interleaved_pipeline(rank: int) -> Run:
-    mesh = mesh_of((dist.get_world_size(),), ("pp",))
-    return _pipeline(rank, mesh, "ScheduleInterleaved1F1B", layers=2 * dist.get_world_size())
-
-
-def looped_pipeline(rank: int) -> Run:
-    mesh = mesh_of((dist.get_world_size(),), ("pp",))
-    return _pipeline(rank, mesh, "ScheduleLoopedBFS", layers=2 * dist.get_world_size())
-
-
-def zero_bubble_pipeline(rank: int) -> Run:
-    """The schedule computes gradients of inputs first and those of weights later."""
-    mesh = mesh_of((dist.get_world_size(),), ("pp",))
-    return _pipeline(rank, mesh, "ScheduleInterleavedZeroBubble", layers=2 * dist.get_world_size())
-
-
-def pipeline_in_dp(rank: int) -> Run:
+def pipeline_in_dp(rank: int) -> TrainingCase:
     mesh = grid("dp", "pp")
-    return _pipeline(
-        rank,
-        mesh,
-        "Schedule1F1B",
-        part=rank // 2,
-        after=lambda model: _average(model, mesh["dp"].get_group()),
-    )
+    group = mesh["dp"].get_group()
+    return pipeline_of(rank, mesh, "Schedule1F1B", part=rank // 2, after=lambda model: average(model, group))
 
 
-def pipeline_of_fsdp2(rank: int) -> Run:
+def pipeline_of_fsdp2(rank: int) -> TrainingCase:
     from torch.distributed.fsdp import fully_shard
 
     mesh = mesh_of((2, dist.get_world_size() // 2), ("pp", "dp"))
-    return _pipeline(
+    return pipeline_of(
         rank,
         mesh,
-        "Schedule1F1B",
+        "ScheduleGPipe",
         part=mesh["dp"].get_local_rank(),
         prepare=lambda layer: fully_shard(layer, mesh=mesh["dp"]),
     )
 
 
-def interleaved_pipeline_of_fsdp2(rank: int) -> Run:
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = mesh_of((2, dist.get_world_size() // 2), ("pp", "dp"))
-    run = _pipeline(
-        rank,
-        mesh,
-        "ScheduleInterleaved1F1B",
-        part=mesh["dp"].get_local_rank(),
-        prepare=lambda layer: fully_shard(layer, mesh=mesh["dp"]),
-    )
-    run.told = {"process_group": mesh["pp"].get_group()}
-    return run
-
-
-def pipeline_of_tp(rank: int) -> Run:
+def pipeline_of_tp(rank: int) -> TrainingCase:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = mesh_of((2, dist.get_world_size() // 2), ("pp", "tp"))
     plan = {"0": ColwiseParallel(output_layouts=Replicate())}
-    return _pipeline(
-        rank,
-        mesh,
-        "ScheduleGPipe",
-        prepare=lambda layer: parallelize_module(layer, mesh["tp"], plan),  # type: ignore[arg-type]
-    )
+    return pipeline_of(rank, mesh, "ScheduleGPipe", prepare=lambda layer: parallelize_module(layer, mesh["tp"], plan))
 
 
-def _tied(rank: int, run: Run, mesh: Any) -> Run:
-    """The first layer of the first stage and the last of the last are one tensor."""
-    group = mesh["pp"].get_group()
-    place, count = dist.get_rank(group), dist.get_world_size(group)
-    mine = place in (0, count - 1)
-    (module,) = run.model.values()
-    weight = module[0 if place == 0 else -1][0].weight
-    name = next(name for name, param in run.named if param is weight) if mine else ""
-    ends: Any = None
-    for pipe in _pipes(mesh):  # All ranks make all groups, as torch demands.
-        made = dist.new_group([pipe[0], pipe[-1]])
-        ends = made if rank in pipe else ends
-    local: Any = weight.to_local() if hasattr(weight, "to_local") else weight
-    if mine:
+def tied_embeddings(rank: int) -> TrainingCase:
+    """The first layer of the first stage and the last layer of the last stage are one tensor: a share of 0.5 each."""
+    mesh = line("pp")
+    case = pipeline_of(rank, mesh, "ScheduleGPipe")
+    last = dist.get_world_size() - 1
+    name = {0: "stage0.0.0.weight", last: f"stage{last}.0.0.weight"}.get(rank)
+    ends = dist.new_group([0, last])
+    params, plain = dict(case.model.named_parameters()), case.backward
+    if name is not None:
         with torch.no_grad():
-            dist.broadcast(local, dist.get_process_group_ranks(group)[0], group=ends)
-    plain = run.backward
+            dist.broadcast(params[name], 0, group=ends)
 
     def backward(control: Any, step: int) -> None:
         plain(control, step)
-        if mine:
-            grad: Any = weight.grad
-            dist.all_reduce(grad.to_local() if hasattr(grad, "to_local") else grad, group=ends)
+        if name is not None:
+            dist.all_reduce(params[name].grad, group=ends)
 
-    run.backward = backward
-    run.key = lambda each: "tied" if mine and each == name else each
-    run.told["copies"] = lambda each, param: 0 if place == count - 1 and each == name else None
-    return run
-
-
-def _pipes(mesh: Any) -> list[list[int]]:
-    """The ranks of every pipeline of a mesh whose first or only dimension is pp."""
-    ranks = mesh.mesh.reshape(mesh.mesh.shape[0], -1)
-    return ranks.T.tolist()  # type: ignore[no-any-return]
-
-
-def tied_embeddings(rank: int) -> Run:
-    mesh = mesh_of((dist.get_world_size(),), ("pp",))
-    run = _pipeline(rank, mesh, "Schedule1F1B", layers=2 * dist.get_world_size())
-    return _tied(rank, run, mesh)
-
-
-def tied_embeddings_of_fsdp2(rank: int) -> Run:
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = mesh_of((2, dist.get_world_size() // 2), ("pp", "dp"))
-    run = _pipeline(
-        rank,
-        mesh,
-        "Schedule1F1B",
-        part=mesh["dp"].get_local_rank(),
-        prepare=lambda layer: fully_shard(layer, mesh=mesh["dp"]),
-    )
-    return _tied(rank, run, mesh)
-
-
-# FSDP1.
-
-
-def _fsdp1(rank: int, strategy: str, *, original: bool, ignored: bool = False) -> Run:
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-
-    net = seeded(Net)
-    given: dict[str, Any] = {}
-    hybrid = strategy.startswith("HYBRID")
-    if hybrid:
-        given["device_mesh"] = grid("replicate", "shard")
-    if ignored:
-        given["ignored_modules"] = [net.body.norm]
-    if not ignored:
-        net.body = FullyShardedDataParallel(
-            net.body,
-            device_id=CPU,
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=original,
-            **given,
-        )
-    model: Any = FullyShardedDataParallel(
-        net,
-        device_id=CPU,
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=original,
-        **given,
-    )
-    shard = dist.get_rank(model.process_group)
-
-    def is_ignored(name: str) -> bool:
-        return ignored and name.startswith("body.norm.")
-
-    def backward(control: Any, step: int) -> None:
-        control.backward(loss_of(model, step, rank))
-        if ignored:
-            _average(net.body.norm, None)
-
-    told: dict[str, Any] = {"process_group": model.process_group}
-    whole, world = strategy == "NO_SHARD", dist.get_world_size()
-    if ignored:
-        told["copies"] = lambda name, param: world if is_ignored(name) else 1
-    elif whole:
-        told["copies"] = world
-    run = over(model, rank, backward, told=told)
-    if hybrid:  # A copy decides by itself, on what the reduction has made the same in all of them.
-        run.group = model.process_group
-        run.overflow = spoiler(model, shard == dist.get_world_size(run.group) - 1)
-    run.key = lambda name: name if whole or is_ignored(name) else (name, shard)
-    return run
-
-
-def _fsdp1_case(strategy: str, *, original: bool, ignored: bool = False) -> Case:
-    def case(rank: int) -> Run:
-        return _fsdp1(rank, strategy, original=original, ignored=ignored)
-
+    case.backward = backward
+    case.key = lambda path: "tied" if path == name else path
+    case.options["share"] = lambda path, param: 0.5 if path == name else None
     return case
 
 
-ANY_NUMBER: dict[str, Case] = {
+ANY_SIZE: dict[str, Case] = {
     "DDP with no_sync": ddp,
-    "DDP around other wrappers": ddp_compiled_and_checkpointed,
+    "DDP around wrappers": ddp_around_wrappers,
     "ZeroRedundancyOptimizer": zero,
     "FSDP2": fsdp2,
-    "FSDP2 that stays whole": fsdp2_that_stays_whole,
+    "FSDP2, our AdamW": fsdp2_with_our_optimizer,
     "FSDP2 along columns": fsdp2_along_columns,
-    "FSDP2 offloaded": fsdp2_offloaded,
-    "FSDP2 compiled": fsdp2_compiled,
+    "FSDP2, CPU offload": fsdp2_offloaded,
+    "FSDP2, compiled": fsdp2_compiled,
     "TP": tp,
     "SequenceParallel": sequence_parallel,
-    "a rank without experts": a_rank_without_experts,
+    "a rank without expert": rank_without_expert,
+    "hand-made parts": hand_made_parts,
+    "FSDP1 with share=": fsdp1,
     "pipeline": pipeline,
-    "pipeline by group": pipeline_by_group,
     "interleaved pipeline": interleaved_pipeline,
-    "looped pipeline": looped_pipeline,
-    "zero-bubble pipeline": zero_bubble_pipeline,
     "tied embeddings": tied_embeddings,
-    **{
-        f"FSDP1 {strategy}{'' if original else ', flat'}": _fsdp1_case(strategy, original=original)
-        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-        for original in (True, False)
-    },
-    "FSDP1 with ignored modules": _fsdp1_case("FULL_SHARD", original=True, ignored=True),
 }
 
 CASES: dict[str, Case] = {
-    **ANY_NUMBER,
+    **ANY_SIZE,
     "HSDP": hsdp,
     "TP inside DP": tp_inside_dp,
+    "TP inside DDP": tp_inside_ddp,
     "FSDP2 over TP": fsdp2_over_tp,
     "HSDP over TP": hsdp_over_tp,
-    "both orders of a grid": both_orders_of_a_grid,
-    "a half with the rest idle": a_half_with_the_rest_idle,
-    "two models on two halves": two_models_on_two_halves,
-    "two optimizers on two meshes": two_optimizers_on_two_meshes,
-    "experts on all ranks": experts_on_all_ranks,
-    "experts on stripes": experts_on_stripes,
+    "mixed placements": mixed_placements,
+    "an idle half": idle_half,
+    "two models": two_models,
+    "two optimizers": two_optimizers,
+    "DTensor experts": dtensor_experts,
+    "replicated experts": replicated_experts,
     "plain experts": plain_experts,
-    "plain experts told by a mesh": plain_experts_told_by_a_mesh,
     "pipeline in DP": pipeline_in_dp,
     "pipeline of FSDP2": pipeline_of_fsdp2,
-    "interleaved pipeline of FSDP2": interleaved_pipeline_of_fsdp2,
     "pipeline of TP": pipeline_of_tp,
-    "tied embeddings of FSDP2": tied_embeddings_of_fsdp2,
-    "FSDP1 HYBRID_SHARD": _fsdp1_case("HYBRID_SHARD", original=True),
-    "FSDP1 HYBRID_SHARD, flat": _fsdp1_case("HYBRID_SHARD", original=False),
 }

@@ -1,169 +1,128 @@
-"""A rank raises, exits, is killed or sleeps: the other gets torch's error, and everything is whole.
-
-Whole is: parameters, optimizer state, scale and the control's checkpoint as they were before the
-step; the checkpoint goes on in one process; rank 0's run file ends readable.
-"""
+"""A rank raises, exits, is killed or hangs: the other one gets torch's own error, and its state is whole."""
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
+import signal
+import time
+import warnings
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-import gradilocks
-from gradilocks import read_run
-from gradilocks.report import examine
-from tests.ranks.launched import Launcher, rank_launcher
-
-TRAIN = """
-import copy, json, os, signal, sys, time
-from datetime import timedelta
-
-import torch
 import torch.distributed as dist
+from parallel_models import line, local_of, mesh_of, seeded
+from rank_world import fork_context
 from torch import nn
 
 import gradilocks
 
-layout, fault, place = sys.argv[1:4]
-# A rank that sleeps is noticed by the time-out, all others by the connection that is gone.
-dist.init_process_group("gloo", timeout=timedelta(seconds=4 if fault == "sleep" else 300))
-rank = dist.get_rank()
+FAULT_STEP = 2
 
 
-def give_out():
+def fail(fault: str) -> None:
     if fault == "raise":
         raise RuntimeError("the batch could not be read")
     if fault == "exit":
-        sys.exit(3)
-    if fault == "_exit":
         os._exit(4)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "interrupt":
-        raise KeyboardInterrupt
     time.sleep(3600)
 
 
-torch.manual_seed(0)
-told = {}
-if layout == "stages":
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))[rank : rank + 1]
-    told = {"process_group": dist.group.WORLD}
-else:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-if layout == "fsdp2":
-    from torch.distributed.fsdp import fully_shard
+def rank_process(rank: int, store: str, pipe: Connection, layout: str, fault: str, place: str) -> None:
+    """Trains; rank 1 fails at FAULT_STEP, rank 0 sends the error that it gets and its state before and after."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    limit = timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+    options: dict[str, Any] = {}
+    model: Any = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+    if layout == "stages":
+        model, options = model[:1], {"mesh": mesh_of((2,), ("pp",)), "distinct": "pp"}
+    elif layout == "FSDP2":
+        from torch.distributed.fsdp import fully_shard
 
-    fully_shard(model)
-if layout == "ddp":
-    model = nn.parallel.DistributedDataParallel(model)
-
-
-def loss_of(step):
-    width = model[0].in_features if layout == "stages" else 4
-    return model(torch.full((2, width), 0.1 * (step + rank))).square().mean()
-
-
-def whole_state():
-    params = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
-    states = [v for s in optimizer.state.values() for v in s.values()]
-    states = [v.to_local() if hasattr(v, "to_local") else v for v in states]
-    tensors = [t.detach().clone() for t in (*params, *states)]
-    return tensors, copy.deepcopy(control.state_dict())
-
-
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-# In the midst of the update of a step that is recorded tensor by tensor, or of one that is not.
-fault_at = 2 if place == "update" else 3
-if place == "update" and rank == 1:
-    calls = iter(range(9))
-    optimizer.register_step_pre_hook(lambda *_: give_out() if next(calls) == fault_at else None)
-recorder = gradilocks.Recorder("run.jsonl", detail_every=2, flush_every=2)
-with recorder:
+        fully_shard(model, mesh=line())
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scale = gradilocks.DynamicScale(init_scale=64.0, growth_interval=2)
     control = gradilocks.GradientControl(
-        optimizer,
-        model=model,
-        clip=gradilocks.ZScoreClip(3.0),
-        scale=gradilocks.DynamicScale(init_scale=64.0, growth_interval=2),
-        record=recorder,
-        **told,
+        optimizer, model=model, clip=gradilocks.ZScoreClip(3.0), scale=scale, **options
     )
-    for step in range(6):
-        before = whole_state()
+
+    def state() -> Any:
+        tensors = [*model.parameters(), *(v for entry in optimizer.state.values() for v in entry.values())]
+        return [local_of(t).detach().clone() for t in tensors], copy.deepcopy(control.state_dict())
+
+    for step in range(5):
+        before, is_fault = state(), rank == 1 and step == FAULT_STEP
         try:
-            if step == fault_at and rank == 1 and place == "forward":
-                give_out()
-            control.backward(loss_of(step))
-            if step == fault_at and rank == 1 and place == "step":
-                give_out()
-            control.step()
+            if is_fault and place == "forward":
+                fail(fault)
             control.zero_grad()
-        except BaseException as error:
-            after = whole_state()
-            same = all(map(torch.equal, before[0], after[0])) and before[1] == after[1]
-            torch.save(
-                {
-                    "same": same,
-                    "error": f"{type(error).__name__}: {error}",
-                    "state": after[1],
-                    "params": [p.detach().clone() for p in after[0]],
-                    "scale": control.scale,
-                },
-                f"{rank}.pt",
-            )
-            raise
-"""
+            control.backward(model(torch.full((2, 4), 0.1 * (step + rank))).square().mean())
+            if is_fault and place == "step":
+                fail(fault)
+            if fault == "hang" and step == FAULT_STEP:
+                # A rank that hangs is noticed by the timeout, all others by their closed connection.
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+            control.step()
+        except Exception as error:
+            after = state()
+            is_unchanged = len(before[0]) == len(after[0]) and all(map(torch.equal, before[0], after[0]))
+            report = step, f"{type(error).__name__}: {error}", is_unchanged, str(before[1]) == str(after[1]), after[1]
+            pipe.send_bytes(
+                pickle.dumps(report)
+            )  # `send` would share the tensors' memory, which ends with the process.
+            os._exit(1)
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Launcher:
-    return rank_launcher()
-
-
-CASES = [
-    ("fsdp2", "raise", "forward"),
-    ("fsdp2", "kill", "step"),
-    ("fsdp2", "_exit", "update"),
-    ("fsdp2", "sleep", "step"),
-    ("stages", "_exit", "step"),
-    ("stages", "interrupt", "forward"),
-    ("stages", "kill", "update"),
-    ("ddp", "exit", "forward"),
-    ("ddp", "kill", "step"),
-]
-STATUS = {"raise": 1, "kill": -9, "_exit": 4, "exit": 3, "interrupt": -2, "sleep": -15}
-
-
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_a_survivor_gets_torchs_error_and_is_whole(
-    launcher: Launcher, tmp_path: Path, case: tuple[str, str, str]
+@pytest.mark.parametrize(
+    ("layout", "fault", "place"),
+    [
+        ("FSDP2", "kill", "step"),
+        ("FSDP2", "raise", "forward"),
+        ("FSDP2", "hang", "step"),
+        ("stages", "exit", "step"),
+        ("DDP", "kill", "forward"),
+    ],
+)
+def test_the_other_rank_gets_torchs_error_and_keeps_its_state(
+    tmp_path: Path, layout: str, fault: str, place: str
 ) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
-    ended = launcher.run("train.py", *case, cwd=tmp_path, ends_others=case[1] == "sleep")
-    assert ended.statuses == [1, STATUS[case[1]]], ended.err
-    kept = torch.load(tmp_path / "0.pt", weights_only=False)
-    assert kept["same"]
-    expected = "imed out" if case[1] == "sleep" else "onnection"
-    assert expected in kept["error"]
-    assert kept["scale"] == kept["state"]["scale"]
-    run = read_run(tmp_path / "run.jsonl")
-    # The step that was taken when the other rank went is told, without what that one knew.
-    taken = {("ddp", "step"): 4}.get((case[0], case[2]), 3)
-    assert len(run.steps) == taken
-    assert run.end is not None
-    assert (run.end.status, run.end.exit) == ("error", 1)
-    assert run.end.error is not None
-    assert expected in run.end.error
-    assert any(finding.rule == "ended-in-error" for finding in examine(run).findings)
-    _goes_on_alone(kept["state"], taken)
+    context = fork_context()
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    arguments = (layout, fault, place)
+    processes: list[Any] = [
+        context.Process(target=rank_process, args=(rank, str(tmp_path / "store"), pipes[rank][1], *arguments))
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        assert pipes[0][0].poll(60), "rank 0 neither failed nor finished"
+        step, error, is_unchanged, is_same_state, state = pickle.loads(pipes[0][0].recv_bytes())
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert step == FAULT_STEP
+    assert is_unchanged
+    assert is_same_state
+    assert ("imed out" if fault == "hang" else "onnection") in error, error
+    _resumes_alone(state)
 
 
-def _goes_on_alone(state: dict[str, Any], taken: int) -> None:
-    """The survivor's checkpoint in a control of one process."""
+def _resumes_alone(state: dict[str, Any]) -> None:
+    """The state of the remaining rank loads into a control of one process."""
     model = nn.Linear(4, 1)
     control = gradilocks.GradientControl(
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -171,48 +130,5 @@ def _goes_on_alone(state: dict[str, Any], taken: int) -> None:
         scale=gradilocks.DynamicScale(init_scale=64.0, growth_interval=2),
     )
     control.load_state_dict(state)
-    assert control.state_dict() == state
     control.backward(model(torch.ones(2, 4)).square().mean())
-    assert control.step().step == taken + 1
-
-
-WATCHED = """
-import os, signal, sys
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(10):
-    if step == 6 and dist.get_rank() == 1:
-        if sys.argv[1] == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise RuntimeError("no such batch")
-    optimizer.zero_grad()
-    F.cross_entropy(model(torch.randn(4, 4)), torch.randint(2, (4,))).backward()
-    optimizer.step()
-"""
-
-
-@pytest.mark.parametrize("fault", ["kill", "raise"])
-def test_a_watched_run_ends_readable_when_a_rank_goes(
-    launcher: Launcher, tmp_path: Path, fault: str
-) -> None:
-    """As torchrun does, the survivor is sent SIGTERM, if its collective has not failed before."""
-    (tmp_path / "train.py").write_text(WATCHED)
-    words = ("gradilocks", "run", "-o", "run.jsonl", "train.py", fault)
-    ended = launcher.run(*words, cwd=tmp_path, ends_others=True)
-    assert ended.statuses[1] == STATUS[fault]
-    assert ended.statuses[0] in (1, -15)
-    run = read_run(tmp_path / "run.jsonl")
-    assert len(run.steps) == 6
-    assert run.end is not None
-    assert run.end.status in ("error", "interrupted")
-    assert any(f.rule in ("ended-in-error", "interrupted") for f in examine(run).findings)
-    assert "recorded 6 steps" in ended.err[0]
-    assert "recorded" not in ended.err[1]
+    assert control.step().step == FAULT_STEP + 1

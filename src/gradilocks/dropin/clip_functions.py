@@ -1,10 +1,8 @@
-"""Drop-ins for torch.nn.utils: `clip_grad_norm_`, `clip_grads_with_norm_`, `get_total_norm`,
-`clip_grad_value_`.
+"""The clip functions of `torch.nn.utils`: same arguments, and same results wherever torch's are sound.
 
-Same arguments, same results where torch's are sound. Where they are not: the norm of half-precision
-gradients is added in float64, the norm of finite gradients does not overflow, a NaN or Inf leaves
-every gradient as it is, a negative bound is an error, a parameter listed twice counts once, and
-sparse gradients work.
+Differences: norms are accumulated in float64 and do not overflow, NaN or Inf leaves every gradient unchanged, a
+negative bound is an error, a parameter listed twice counts once, sparse gradients work, and DTensors on several meshes
+and plain tensors may be mixed. `norm_type` must be above 0.
 """
 
 from __future__ import annotations
@@ -12,283 +10,238 @@ from __future__ import annotations
 import math
 import types
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks._torch import has_foreach
-from gradilocks.clip import check_max_norm, clip_coefficient
-from gradilocks.eager import eager, users_line
-from gradilocks.ranks.collective import reduce_apart
-from gradilocks.ranks.layout import (
-    common_mesh,
-    has_other_ranks,
-    is_distributed,
-    rank_groups_of,
-)
-from gradilocks.step.call_order import own_write_begins, own_write_ended, refuse_scaled
-from gradilocks.step.engine import measure_all, multiply_, norm_and_coefficient
-from gradilocks.step.events import EVENTS
-from gradilocks.step.table import Gradients, gradients_among, gradients_of
-from gradilocks.values import Measurement, RankGroup, moved, wide
+from gradilocks.ranks.collective import gather_flat
+from gradilocks.ranks.layout import collective_device, is_dtensor, meshes_of
+from gradilocks.step.gradients import by_device, elements, find
+from gradilocks.torch_private import outside_compile
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 
-_TensorOrTensors = Tensor | Iterable[Tensor]
+Tensors = Tensor | Iterable[Tensor]
+Groups = Sequence[tuple[torch.device, Sequence[Tensor]]]
+"""Tensors grouped by device; see `by_device`."""
+
+_EPSILON = 1e-6
 
 
-@eager
+@outside_compile
 def clip_grad_norm_(
-    parameters: _TensorOrTensors,
+    parameters: Tensors,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Shortens the gradients of `parameters` in place so that their norm is at most `max_norm`.
+    """Scales the gradients of `parameters` down in place so that their norm is at most `max_norm`.
 
-    The gradients are measured as they are now, whatever was measured before; if nothing is to be
-    clipped, they are not written. A distributed gradient is measured whole, over the ranks of its
-    own mesh, all of which must call this; a plain one is this rank's.
+    The norm of a DTensor is that of the whole tensor, so all ranks of its mesh must call this function.
 
     Args:
-        parameters: a tensor or an iterable of tensors whose `.grad` is clipped.
-        max_norm: the bound, not negative; `math.inf` only measures.
-        norm_type: the p of the norm; `math.inf` for the largest element.
-        error_if_nonfinite: raise if the norm is NaN or inf.
-        foreach: taken for compatibility; True on a device that has no foreach raises, as in torch.
+        parameters: a tensor or an iterable of tensors with gradients.
+        max_norm: bound on the norm, not negative; inf to measure without clipping.
+        norm_type: p of the norm; inf for the largest magnitude.
+        error_if_nonfinite: raise if the norm is NaN or inf. Otherwise such gradients are left unchanged.
+        foreach: accepted for compatibility, without effect.
 
     Returns:
-        The norm before clipping: float32, or float64 if a gradient is float64. Where all gradients
-        are DTensors on one mesh it is a DTensor too, whole on every rank.
+        The norm before clipping: float32, or float64 if a gradient is. A DTensor if all gradients are DTensors on one
+        mesh.
     """
     with torch.no_grad():
-        params = _listed(parameters, warn_if_empty_generator=True)
-        clip = EVENTS.begin_clip(params, max_norm, order=norm_type) if EVENTS.listeners else None
-        norm, mesh = _clip_by_norm(params, max_norm, norm_type, error_if_nonfinite, foreach)
-        if clip is not None:
-            EVENTS.end_clip(clip, norm=norm)
-        return norm if mesh is None else _on_every_rank(norm, mesh)
+        params = _unique(parameters)
+        if not params and isinstance(parameters, types.GeneratorType):
+            text = "`parameters` is an empty generator, no gradient clipping will occur."
+            warnings.warn(text, stacklevel=4)  # Points to the caller of the decorated function.
+        bound, order = _bound("max_norm", max_norm), float(norm_type)
+        grads = find(params)
+        groups = by_device(grads)
+        total, mesh = _total_norm(params, grads, groups, order)
+        norm = _returned_norm(total, mesh, groups, order, error_if_nonfinite)
+        _multiply(groups, total, bound)
+        return norm
 
 
-def _clip_by_norm(
-    params: list[Tensor],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
-) -> tuple[Tensor, Any]:
-    """The norm before clipping, and the mesh if all gradients are DTensors on one."""
-    bound = _bound("max_norm", max_norm)
-    refuse_scaled(params, "clip_grad_norm_", bound)
-    order = _order(norm_type)
-    rank_groups: Sequence[RankGroup] = ()
-    if has_other_ranks():
-        kernels.agree_with_ranks()
-        rank_groups = rank_groups_of(params)
-    gradients = _found(params, foreach)
-    settled = None if rank_groups else norm_and_coefficient(gradients, bound, order)
-    if settled is not None:
-        norm, coefficient = settled
-        double = torch.float64 in gradients.dtypes
-    else:
-        measurement = _measured(gradients, rank_groups, order)
-        norm, double = measurement.norm, measurement.double
-        coefficient = clip_coefficient(norm, bound, measurement.nonfinite)
-    returned = _checked_norm(norm, order, double, error_if_nonfinite)
-    if gradients.tensors:
-        kept = own_write_begins(gradients.params)
-        multiply_(gradients, coefficient)
-        own_write_ended(kept)
-    return returned, common_mesh(gradients.layouts)
-
-
-@eager
+@outside_compile
 def clip_grads_with_norm_(
-    parameters: _TensorOrTensors,
-    max_norm: float,
-    total_norm: Tensor,
-    foreach: bool | None = None,
+    parameters: Tensors, max_norm: float, total_norm: Tensor, foreach: bool | None = None
 ) -> None:
-    """Multiplies gradients in place by `min(1, max_norm / (total_norm + 1e-6))`.
+    """Multiplies gradients in place by min(1, max_norm / (total_norm + 1e-6)).
 
     Args:
-        parameters: a tensor or an iterable of tensors whose `.grad` is clipped.
-        max_norm: the bound, not negative.
-        total_norm: as `get_total_norm` returned it. NaN and inf leave the gradients as they are.
-        foreach: as in `clip_grad_norm_`.
+        parameters: a tensor or an iterable of tensors with gradients.
+        max_norm: bound on the norm, not negative.
+        total_norm: from `get_total_norm`. NaN and inf leave the gradients unchanged.
+        foreach: accepted for compatibility, without effect.
     """
     with torch.no_grad():
-        params = _listed(parameters)
-        clip = EVENTS.begin_clip(params, max_norm) if EVENTS.listeners else None
-        bound = _bound("max_norm", max_norm)
-        refuse_scaled(params, "clip_grads_with_norm_", bound)
-        gradients = _found(params, foreach)
-        if gradients.tensors:
-            device = gradients.tensors[0].device
-            norm = _on_device(total_norm, device)
-            norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
-            nonfinite = torch.logical_not(norm.abs() < math.inf).to(torch.float32)
-            kept = own_write_begins(gradients.params)
-            multiply_(gradients, clip_coefficient(norm, bound, nonfinite))
-            own_write_ended(kept)
-        if clip is not None:
-            EVENTS.end_clip(clip, norm=total_norm)
+        groups, bound = by_device(find(_unique(parameters))), _bound("max_norm", max_norm)
+        norm = _as_tensor(total_norm.full_tensor() if is_dtensor(total_norm) else total_norm)  # type: ignore[attr-defined]
+        _multiply(groups, norm.to(torch.promote_types(norm.dtype, torch.float32)), bound)
 
 
-@eager
+@outside_compile
 def get_total_norm(
-    tensors: _TensorOrTensors,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
+    tensors: Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> Tensor:
-    """The norm of `tensors` as if they were one vector.
+    """Computes the norm of tensors as if they were one vector.
 
     Args:
         tensors: a tensor or an iterable of tensors, such as gradients.
-        norm_type: the p of the norm; `math.inf` for the largest element.
+        norm_type: p of the norm; inf for the largest magnitude.
         error_if_nonfinite: raise if the norm is NaN or inf.
-        foreach: as in `clip_grad_norm_`.
+        foreach: accepted for compatibility, without effect.
 
     Returns:
-        The norm: float32, or float64 if a tensor is float64; a DTensor as in `clip_grad_norm_`.
+        The norm, as `clip_grad_norm_` returns it.
     """
     with torch.no_grad():
-        given = _listed(tensors)
-        order = _order(norm_type)
-        gradients = gradients_among(given, name=_place(given))
-        if foreach:
-            _check_foreach(gradients.tensors)
-        rank_groups = rank_groups_of(given) if has_other_ranks() else []
-        measurement = _measured(gradients, rank_groups, order)
-        norm = _checked_norm(measurement.norm, order, measurement.double, error_if_nonfinite)
-        mesh = common_mesh(gradients.layouts)
-        return norm if mesh is None else _on_every_rank(norm, mesh)
+        inputs, order = [tensors] if isinstance(tensors, Tensor) else list(tensors), float(norm_type)
+        grads: list[Tensor | None] = [elements(tensor) for tensor in inputs]
+        groups = by_device(grads)
+        total, mesh = _total_norm(inputs, grads, groups, order)
+        return _returned_norm(total, mesh, groups, order, error_if_nonfinite)
 
 
-@eager
-def clip_grad_value_(
-    parameters: _TensorOrTensors, clip_value: float, foreach: bool | None = None
-) -> None:
-    """Bounds every element of the gradients of `parameters` to [-clip_value, clip_value] in place.
+@outside_compile
+def clip_grad_value_(parameters: Tensors, clip_value: float, foreach: bool | None = None) -> None:
+    """Clamps the elements of gradients to [-clip_value, clip_value] in place. NaN stays NaN.
 
     Args:
-        parameters: a tensor or an iterable of tensors whose `.grad` is clipped.
-        clip_value: the bound, not negative. NaN elements stay NaN.
-        foreach: as in `clip_grad_norm_`.
+        parameters: a tensor or an iterable of tensors with gradients.
+        clip_value: the bound, not negative.
+        foreach: accepted for compatibility, without effect.
     """
     with torch.no_grad():
-        params = _listed(parameters)
-        clip = EVENTS.begin_clip(params, clip_value, by_value=True) if EVENTS.listeners else None
-        bound = _bound("clip_value", clip_value)
-        refuse_scaled(params, "clip_grad_value_", bound)
-        gradients = _found(params, foreach)
-        if any(dtype.is_complex for dtype in gradients.dtypes):  # As torch, and in more words.
-            raise NotImplementedError(
-                "clamp is not supported for complex types: complex numbers have no order. "
-                "GradientControl(clip=ClipByValue(...)) bounds their magnitudes."
-            )
-        kept = own_write_begins(gradients.params)
-        for device, places in kernels.by_device(gradients.tensors).items():
-            limit = torch.full((), bound, dtype=wide(device), device=device)
-            tensors = [gradients.tensors[place] for place in places]
-            kernels.BACKENDS[device.type].clamp_(tensors, limit)
-        own_write_ended(kept)
-        if clip is not None:
-            EVENTS.end_clip(clip)
+        params, bound = _unique(parameters), _bound("clip_value", clip_value)
+        if any(param.is_complex() for param in params):
+            raise NotImplementedError("clamp is not supported for complex types: complex numbers have no order.")
+        for device, tensors in by_device(find(params)):
+            dtype = torch.float32 if device.type == "mps" else torch.float64
+            kernels.clamp_(tensors, torch.full((), bound, dtype=dtype, device=device))
 
 
-def _found(params: Sequence[Tensor], foreach: bool | None) -> Gradients:
-    gradients = gradients_of(params, name=_place(params))
-    if foreach:
-        _check_foreach(gradients.tensors)
-    return gradients
+def _unique(parameters: Tensors) -> list[Tensor]:
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    return list({id(param): param for param in parameters}.values())
 
 
-def _measured(gradients: Gradients, rank_groups: Sequence[RankGroup], order: float) -> Measurement:
-    """Of all gradients together, on the first one's device; a distributed one over its mesh."""
-    tensors = gradients.tensors
-    home = tensors[0].device if tensors else torch.device("cpu")
-    measurement = measure_all(gradients, home=home, order=order)
-    if not rank_groups:
-        return measurement
-    layouts = gradients.every_layout()
-    whole, _ = reduce_apart(
-        measurement,
-        rank_groups=rank_groups,
-        ranks=[None if layout is None else layout.ranks for layout in layouts],
-        counts=[layout is None or layout.counts for layout in layouts],
-    )
-    return whole
+def _bound(name: str, value: Any) -> float:
+    bound = float(value)
+    if not bound >= 0.0:
+        raise ValueError(f"{name} must not be negative or NaN, got {bound}.")
+    return bound
 
 
-def _on_every_rank(norm: Tensor, mesh: Any) -> Tensor:
-    """The norm as a DTensor, as torch returns it for gradients that are: every rank has all."""
+def _total_norm(
+    owners: Sequence[Any], grads: Sequence[Tensor | None], groups: Groups, order: float
+) -> tuple[Tensor | float, Any]:
+    """The norm of all gradients, on the device of the first one, and their mesh if all are DTensors on it.
+
+    Args:
+        owners: the parameters, or the tensors themselves if their own norm is computed.
+        grads: the local elements of each.
+        groups: `grads` by device.
+        order: p of the norm.
+
+    Returns:
+        A float if all gradients are on the CPU, otherwise 0-d float64.
+    """
+    if not order > 0.0:
+        raise ValueError(f"norm_type must be above 0, got {order}.")
+    if order != 2.0 and any(owner.is_complex() for owner in owners):
+        pairs = zip(owners, grads, strict=True)
+        grads = [_magnitudes(grad) if owner.is_complex() and grad is not None else grad for owner, grad in pairs]
+        groups = by_device(grads)
+    meshes = meshes_of(owners) if torch.distributed.is_available() and torch.distributed.is_initialized() else []
+    if not meshes and len(groups) == 1:
+        return kernels.norm(groups[0][1], order), None
+    plain = [grad for owner, grad in zip(owners, grads, strict=True) if not is_dtensor(owner)]
+    device = groups[0][0] if groups else torch.device("cpu")
+    norms = [_local_norm(plain, order, device), *(_norm_over_ranks(mesh, owners, grads, order) for mesh in meshes)]
+    total = kernels.total_norm(torch.stack([norm.to(device) for norm in norms]), order)
+    return total, meshes[0] if len(meshes) == 1 and not plain else None
+
+
+def _local_norm(grads: Sequence[Tensor | None], order: float, device: torch.device) -> Tensor:
+    """The norm of this rank's tensors on several devices, 0-d float64."""
+    norms = [_as_tensor(kernels.norm(tensors, order)) for _, tensors in by_device(grads)]
+    # A zero on the host would have to be copied to the device, which waits.
+    norms = norms or [torch.zeros((), dtype=torch.float64, device=device)]
+    return kernels.total_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
+
+
+def _magnitudes(grad: Tensor) -> Tensor:
+    """Absolute values of complex elements from their real and imaginary parts."""
+    magnitudes: Tensor = torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float64)
+    return magnitudes
+
+
+def _as_tensor(number: Tensor | float) -> Tensor:
+    return number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64, device="cpu")
+
+
+def _norm_over_ranks(mesh: Any, owners: Sequence[Any], grads: Sequence[Tensor | None], order: float) -> Tensor:
+    """The norm of the DTensors on a mesh, 0-d float64. A collective of all ranks of the mesh."""
+    by_shards: dict[int, list[Tensor | None]] = {1: []}
+    for owner, grad in zip(owners, grads, strict=True):
+        if is_dtensor(owner) and owner.device_mesh is mesh:
+            sizes = [
+                mesh.size(dim)
+                for dim, placement in enumerate(owner.placements)
+                if not (placement.is_replicate() or placement.is_partial())
+            ]
+            by_shards.setdefault(math.prod(sizes), []).append(grad)
+    # Each power is weighted with shards / ranks, so that every element counts once.
+    device = collective_device(mesh.get_group(0), owners)
+    norms = [
+        _local_norm(local, order, device) * (shards / mesh.size()) ** (1.0 / order)
+        for shards, local in by_shards.items()
+    ]
+    rows = torch.stack([norm.to(device) for norm in norms])
+    for group in reversed(mesh.get_all_groups()):
+        rows = gather_flat(rows, group)
+    return kernels.total_norm(rows, order)
+
+
+def _returned_norm(total: Tensor | float, mesh: Any, groups: Groups, order: float, error_if_nonfinite: bool) -> Tensor:
+    """The norm as torch's functions return it."""
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. "
+            "To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`; Gradilocks then leaves them unchanged."
+        )
+    has_float64 = any(torch.float64 in {tensor.dtype for tensor in tensors} for _, tensors in groups)
+    dtype = torch.float64 if has_float64 else torch.float32
+    norm = total.to(dtype) if isinstance(total, Tensor) else torch.tensor(total, dtype=dtype, device="cpu")
+    if mesh is None:
+        return norm
     from torch.distributed.tensor import DTensor, Replicate
 
-    placements = [Replicate()] * mesh.ndim
-    return DTensor.from_local(norm, mesh, placements, run_check=False)
+    return DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _on_device(number: Any, device: torch.device) -> Tensor:
-    """A tensor or a Python number as a tensor on `device`; torch.as_tensor would wait."""
-    if is_distributed(number):
-        number = number.full_tensor()
-    if isinstance(number, Tensor):
-        return moved(number.detach(), device)
-    return torch.full((), number, dtype=torch.float32, device=device)
-
-
-def _checked_norm(norm: Tensor, order: float, double: bool, error_if_nonfinite: bool) -> Tensor:
-    if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise RuntimeError(
-            f"The total norm of order {order} for gradients from `parameters` is "
-            "non-finite, so it cannot be clipped. To disable this error and scale the gradients by "
-            "the non-finite norm anyway, set `error_if_nonfinite=False`"
-        )
-    return norm.to(torch.float64 if double else torch.float32)
-
-
-def _listed(given: _TensorOrTensors, *, warn_if_empty_generator: bool = False) -> list[Tensor]:
-    if isinstance(given, Tensor):
-        return [given]
-    listed = list(given)
-    if warn_if_empty_generator and not listed and isinstance(given, types.GeneratorType):
-        warnings.warn(
-            "`parameters` is an empty generator, no gradient clipping will occur.",
-            stacklevel=users_line(),
-        )
-    return listed
-
-
-def _bound(name: str, value: object) -> float:
-    bound = float(value)  # type: ignore[arg-type]
-    return bound if bound >= 0.0 else check_max_norm(bound, name=name)
-
-
-def _order(norm_type: object) -> float:
-    order = float(norm_type)  # type: ignore[arg-type]
-    if math.isnan(order):
-        raise ValueError("norm_type must be a number or math.inf, got nan.")
-    return order
-
-
-def _place(params: Sequence[object]) -> Callable[[object], str]:
-    def name(param: object) -> str:
-        index = next((i for i, p in enumerate(params) if p is param), 0)
-        return f"parameters[{index}]"
-
-    return name
-
-
-def _check_foreach(tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        if not has_foreach(tensor.device):
-            raise RuntimeError(
-                "foreach=True was passed, but can't use the foreach API on "
-                f"{tensor.device.type} tensors"
-            )
+def _multiply(groups: Groups, total: Tensor | float, max_norm: float) -> None:
+    """Multiplies by torch's clip coefficient; by 1 if the norm is not finite."""
+    if max_norm == math.inf:
+        return
+    if isinstance(total, Tensor):
+        # Where the norm is not finite, max_norm takes its place and the coefficient is 1. For a max_norm of 0 that is
+        # 0 / 0, which the second `nan_to_num` replaces.
+        divisor = torch.nan_to_num(total + _EPSILON, nan=max_norm, posinf=max_norm)
+        coefficient = (max_norm / divisor).clamp_(max=1.0)
+        coefficient = coefficient if max_norm else torch.nan_to_num_(coefficient, nan=1.0)
+    elif total < math.inf and max_norm < total + _EPSILON:
+        coefficient = torch.tensor(max_norm / (total + _EPSILON), dtype=torch.float64, device="cpu")
+    else:
+        return
+    for device, tensors in groups:
+        kernels.multiply_(tensors, coefficient.to(device))

@@ -1,204 +1,157 @@
-"""A GradientControl behind the face of torch.amp.GradScaler, for code that asks for a scaler.
-
-A framework calls `scale`, `unscale_`, `step` and `update` of a scaler in its own order and for one
-optimizer at a time; a control does the whole step. What comes in here is handed to the control's
-own `scale_loss`, `unscale_(only=)` and `step(only=)`, so that a framework which knows only of
-scalers clips, records and skips by the control. Made by `control.as_scaler()`.
-"""
+"""A GradientControl behind the interface of torch.amp.GradScaler, for frameworks that take a scaler."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradilocks._torch import OptState, new_scaler_state
+from gradilocks.torch_private import OptState, new_optimizer_state
 
 __all__ = ["ControlScaler"]
 
-_TORCHS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-
 
 class ControlScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler, whose steps are those of a GradientControl.
+    """A `torch.amp.GradScaler` that calls a GradientControl. Created by `control.as_scaler()`.
 
-    It is enabled whether the control scales or not: with `scale=None` a loss comes back as it is,
-    and `step` still measures, clips and records. Where optimizers are handed to it that the control
-    does not have, the control is bound to them.
+        scale(loss)          control.scale_loss(loss)
+        unscale_(optimizer)  control.unscale_(only=optimizer)
+        step(optimizer)      control.step(only=optimizer)
+        update()             control.update()
+
+    It is enabled even if the control does not scale: `step` still measures, clips and skips.
 
     Args:
-        control: whose steps.
-        policies: whose settings count after `load_state_dict`, as `GradientControl.load_state_dict`
-            has it.
+        control: must have every optimizer that is passed to the scaler.
     """
 
-    steps_by_a_control: ClassVar[bool] = True
-    """For a wrapper that steps through its scaler: inside a step of the control it hands on."""
-
-    def __init__(self, control: Any, policies: str = "checkpoint") -> None:
-        # torch's own attributes, which frameworks read: on "cpu", where it asks for no GPU.
+    def __init__(self, control: Any) -> None:
         super().__init__("cpu", enabled=True)
         self.control = control
-        """The GradientControl behind it."""
-        self._has_stepped, self._policies = False, policies
-
-    def __reduce__(self) -> Any:
-        return ControlScaler, (self.control, self._policies)
+        """The GradientControl."""
 
     def __repr__(self) -> str:
         return f"{self.control!r}.as_scaler()"
 
-    # --- what torch keeps as attributes, and frameworks read ------------------------------------
-
+    # torch's constructor sets these two; frameworks read them.
     @property
     def _scale(self) -> Tensor | None:
-        return self.control._engine.state.scale  # type: ignore[no-any-return]
+        return self.control._state.scale if hasattr(self, "control") else None
 
     @_scale.setter
     def _scale(self, value: Tensor | None) -> None:
-        """torch's constructor sets it; the control's own is the one that counts."""
+        pass
 
     @property
     def _growth_tracker(self) -> Tensor | None:
-        return self.control._engine.state.growth_tracker  # type: ignore[no-any-return]
+        return self.control._state.tensors.get("growth_tracker") if hasattr(self, "control") else None
 
     @_growth_tracker.setter
     def _growth_tracker(self, value: Tensor | None) -> None:
-        """As that of `_scale`."""
+        pass
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        self.control._engine.move_to(dev)
-
-    # --- the contract ---------------------------------------------------------------------------
+        self.control._state.to(torch.device(dev))
 
     def scale(self, outputs: Any) -> Any:
-        """Multiplies a loss, or every tensor of an iterable, by the scale of the control."""
+        """Multiplies a loss, or every tensor of an iterable, by the scale."""
         if isinstance(outputs, Tensor):
-            if outputs.requires_grad:
-                return self.control.scale_loss(outputs)
-            # Of no use for training; torch multiplies it, and so is it done here.
-            return outputs * self.control.scale if self.control._engine.scales else outputs
+            return self.control.scale_loss(outputs) if outputs.requires_grad else outputs * self.control._state.scale
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(map(self.scale, outputs))
         if isinstance(outputs, Iterable):
             return map(self.scale, outputs)
-        raise ValueError(
-            f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}."
-        )
+        raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}.")
 
     def unscale_(self, optimizer: Any) -> None:
-        """Divides the optimizer's gradients by the scale, looking for NaN and Inf on the way.
-
-        Nothing to do if the control has no scale.
-        """
-        self._meet(optimizer)
+        """Divides the gradients of one optimizer by the scale in place."""
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED:
-            raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last update()."
-            )
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        state["found_inf_per_device"] = self.control._unscale_for_scaler(optimizer)
+        self.control.unscale_(only=optimizer)
         state["stage"] = OptState.UNSCALED
+        flag = self.control._phases[self.control._indices(optimizer)[0]].overflow
+        if flag is not None:
+            state["found_inf_per_device"] = {flag.device: flag}
 
-    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
-        """`control.step(only=optimizer)`.
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Steps one optimizer, or skips the step.
 
         Args:
-            optimizer: of the control, or one that it is bound to from here on.
-            args, kwargs: as None, for a closure that is not there; a closure is refused, as by
-                torch's.
+            optimizer: one of the control's optimizers.
+            args, kwargs: must be None. torch's interface has them for a closure, which is not supported.
         """
-        given = [*args, *kwargs.values()]
-        if any(each is not None for each in given):
+        if any(argument is not None for argument in (*args, *kwargs.values())):
             raise RuntimeError(
-                "Closure use is not currently supported if GradScaler is enabled, nor are other "
-                "arguments of optimizer.step(). GradientControl.step(closure) takes one."
+                "Closure use is not currently supported if GradScaler is enabled. Call control.step(closure) instead."
             )
-        if self.control._is_inside_step:  # What it steps asks its scaler to be stepped.
-            return optimizer.step()  # type: ignore[no-any-return]
-        self._meet(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        outcome = self.control.step(only=optimizer)
-        state["stage"], self._has_stepped = OptState.STEPPED, True
-        skipped = outcome.tensors["skipped"]
-        state["found_inf_per_device"] = {skipped.device: skipped}
-        return None
+        self.control.step(only=optimizer)
+        phase = self.control._phases[self.control._indices(optimizer)[0]]
+        flag = phase.pending.overflow.to(torch.float32)
+        state["stage"], state["found_inf_per_device"] = OptState.STEPPED, {flag.device: flag}
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scale on by the steps since the last `update`, or sets it to `new_scale`."""
-        self.control._update_scale(new_scale)
-        self._has_stepped = False
-        self._per_optimizer_states = defaultdict(new_scaler_state)
+        """Moves the scale, or sets it to `new_scale`."""
+        self.control.update(new_scale)
+        self._per_optimizer_states = defaultdict(new_optimizer_state)
 
     def get_scale(self) -> float:
-        """The scale; 1.0 if the control has none. Reading it waits for the device.
-
-        Until `update` it is the one that the gradients of this iteration carry, as torch has it.
-        """
-        outcome = self.control.outcome
-        if self._has_stepped and outcome is not None:
-            return outcome.scale  # type: ignore[no-any-return]
-        return self.control.scale  # type: ignore[no-any-return]
+        """The scale; 1.0 if the control does not scale. Waits for the device."""
+        return float(self.control.scale)
 
     def is_enabled(self) -> bool:
-        """True: `step` is the control's, whether it scales or not."""
+        """Always True."""
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the control, with all keys of torch's, so that torch's scaler loads it too."""
-        return {**self._settings(), **self.control.state_dict()}
+        """The state of the control, which `torch.amp.GradScaler` loads too."""
+        return self.control.state_dict()  # type: ignore[no-any-return]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a `state_dict` of this class, of a control, or of torch's scaler.
-
-        Of torch's, a policy other than DynamicScale takes the scale alone, and a control without a
-        scale nothing. An empty one, as a disabled scaler saves it, changes nothing.
-        """
-        if state_dict:
-            self.control._load_scalers(state_dict, self._policies)
-
-    def _settings(self) -> dict[str, Any]:
-        policy = self.control._engine.scale_policy.as_given
-        return {name: getattr(policy, name, default) for name, default in _TORCHS.items()}
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a state of a control or of a `torch.amp.GradScaler` into the control."""
+        if not state_dict:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
+            )
+        self.control.load_state_dict(state_dict)
 
     def get_growth_factor(self) -> float:
-        """Of the control's policy; torch's own if it has none."""
-        return self._settings()["growth_factor"]  # type: ignore[no-any-return]
+        """The growth factor of the control's policy; torch's default if it has none."""
+        return float(getattr(self.control._state.policy, "growth_factor", 2.0))
 
     def get_backoff_factor(self) -> float:
-        """As `get_growth_factor`."""
-        return self._settings()["backoff_factor"]  # type: ignore[no-any-return]
+        """The backoff factor of the control's policy; torch's default if it has none."""
+        return float(getattr(self.control._state.policy, "backoff_factor", 0.5))
 
     def get_growth_interval(self) -> int:
-        """As `get_growth_factor`."""
-        return self._settings()["growth_interval"]  # type: ignore[no-any-return]
+        """The growth interval of the control's policy; torch's default if it has none."""
+        return int(getattr(self.control._state.policy, "growth_interval", 2000))
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Refused: the scale is ruled by the control's policy."""
-        self._refuse_setting("growth_factor")
+        """Raises RuntimeError: the factor belongs to the control's policy."""
+        self._reject_setting("growth_factor")
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """As `set_growth_factor`."""
-        self._refuse_setting("backoff_factor")
+        """Raises RuntimeError: the factor belongs to the control's policy."""
+        self._reject_setting("backoff_factor")
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """As `set_growth_factor`."""
-        self._refuse_setting("growth_interval")
+        """Raises RuntimeError: the interval belongs to the control's policy."""
+        self._reject_setting("growth_interval")
 
-    def _refuse_setting(self, name: str) -> None:
+    def _reject_setting(self, name: str) -> None:
         raise RuntimeError(
-            f"the scale is ruled by {self.control._engine.scale_policy!r} of a GradientControl, "
-            f"which does not change. Make a control with another {name}, such as "
-            f"GradientControl(scale=DynamicScale({name}=...))."
+            f"{name} cannot be changed: the scale follows {self.control._state.policy!r}. Construct the control with "
+            f"scale=DynamicScale({name}=...)."
         )
 
-    def _meet(self, optimizer: Any) -> None:
-        """Binds the control to an optimizer that it does not have."""
-        self.control._meet(optimizer)
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("the scaler of a control cannot be pickled. Save control.state_dict() instead.")

@@ -1,1 +1,5 @@
-"""Several ranks that train one model: how its tensors lie on them, what they tell each other."""
+"""Training on several ranks: one share per parameter, one collective per step."""
+
+from gradilocks.ranks.replicas import check_replicas
+
+__all__ = ["check_replicas"]

@@ -1,308 +1,210 @@
-"""This rank's Measurement in, the ranks' Measurement out: one small collective a process group.
+"""Collectives of a step: one row of numbers per rank, and norms of single tensors or groups.
 
-Every element counts once: of the ranks that hold the same elements one counts and the others send
-0. p-th powers are added in float64, in units of the largest norm; the skip flag is the largest of
-all flags. Every rank that a RankGroup names takes part, also one without gradients, and every rank
-computes the same numbers from the same gathered values, so no two of them can decide differently.
+All ranks compute from the same gathered rows in the same order, so all reach the same decision bit for bit.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from gradilocks.kernels.host_numbers import numbers_on
-from gradilocks.kernels.reference import rounded
-from gradilocks.values import LocalDetail, Measurement, RankGroup, SharedDetail, moved
+from gradilocks.errors import RanksDiffer
+from gradilocks.ranks.layout import Layout, format_ranks
 
 __all__ = [
-    "largest_of_all",
-    "mask_like",
-    "reduce",
-    "reduce_apart",
-    "reduce_columns",
-    "sum_of_all",
-    "whole_columns",
+    "RANK_ROW",
+    "combine",
+    "describe_disagreement",
+    "disagreement",
+    "gather_flat",
+    "gather_rows",
+    "handshake",
+    "reduce_powers",
+    "unmatched_everywhere",
 ]
 
-_ROW = ("largest", "unit", "share", "nonfinite", "double")
-"""What a rank tells of a list of tensors: the largest of their norms, the unit (that norm, or 1
-where it cannot be one), the sum of their p-th powers in that unit, the skip flag, and whether one
-is float64: the norm is rounded alike on all ranks, also on those that hold none."""
+RANK_ROW = ("power", "nonfinite", "first_bad", "loss", "has_loss", "largest", "scale", "step")
+"""Numbers of one rank and step, in float64: sum of share · norm ** p (the largest norm for p = inf), count of NaN and
+Inf, index of the first parameter in backward order that has one, which is the last in the list (-1 for none), loss, 1
+if there is a loss, largest magnitude, scale, number of the step."""
 
 
-def reduce(
-    measurement: Measurement,
-    *,
-    rank_group: RankGroup,
-    counts: Sequence[bool] | None = None,
-    notes: Sequence[Tensor] = (),
-) -> tuple[Measurement, Tensor]:
-    """Brings the measurements of ranks together that hold one model between them.
+def gather_rows(row: Tensor, layout: Layout) -> Tensor:
+    """All-gathers one row per rank.
 
     Args:
-        measurement: of the gradients that this rank holds.
-        rank_group: the ranks, by one process group.
-        counts: for each tensor, whether this rank's elements count; None if all do.
-        notes: 0-d numbers that are to be told to every rank besides.
+        row: 1-d, float64.
+        layout: ranks that decide together.
 
     Returns:
-        A Measurement with the norm and the flag of all; the per-tensor numbers stay this rank's.
-        And every rank's notes, a row a rank.
+        [ranks, len(row)] on the device of `row`, in the order of `layout.ranks`.
     """
-    norms, order = measurement.tensors.norms, measurement.order
-    mine = _row(norms, order, counts, measurement.nonfinite, double=measurement.double)
-    told = torch.cat([mine, *(note.to(mine.dtype).reshape(1) for note in notes)])
-    (group,) = rank_group.groups
-    gathered = _gathered(told, group, rank_group.device)
-    together = _combined(gathered[:, : len(_ROW)], order)
-    return _whole(measurement, together), gathered[:, len(_ROW) :]
+    rows = row.to(layout.device)
+    # The innermost dimension is gathered first, so that the rows end up in row-major order.
+    for group in reversed(layout.groups):
+        rows = gather_flat(rows, group)
+    return rows.view(layout.size, -1).to(row.device)
 
 
-def whole_columns(columns: Tensor, *, order: float, rank_group: RankGroup) -> Tensor:
-    """Numbers of each parameter over all ranks, for policies that bound tensors apart.
+def gather_flat(tensor: Tensor, group: Any) -> Tensor:
+    """All-gathers a 1-d tensor over one process group and concatenates the parts by rank."""
+    import torch.distributed as dist
+
+    result = tensor.new_empty(group.size() * tensor.numel())
+    # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(result, tensor, group=group)
+    return result
+
+
+def reduce_powers(powers: Tensor, layout: Layout, order: float, *, over: Literal["spmd", "group"]) -> Tensor:
+    """Sums p-th powers over ranks; for p = inf takes the largest.
 
     Args:
-        columns: a row a kind of number, a column a parameter, the same on every rank. In the first
-            row the norm of this rank's elements, 0 where they do not count; in the second the
-            largest magnitude; in all others what one rank tells and the others have 0 for.
-        order: the p of the norm.
-        rank_group: the ranks, by one process group or several to go through.
+        powers: 1-d, one per tensor or group, weighted with the shares.
+        layout: the ranks.
+        order: p.
+        over: "spmd" for the ranks with the same parameter list, "group" for all.
     """
-    for group in rank_group.groups:
-        rows = _gathered(columns.flatten(), group, rank_group.device).view(-1, *columns.shape)
-        norms, peaks, told = rows[:, 0], rows[:, 1], rows[:, 2:]
-        largest = norms.amax(dim=0)
-        unit = _unit(largest)
-        share = largest if order == math.inf else ((norms / unit) ** order).sum(dim=0)
-        each = _norm(largest, unit, share, order)
-        columns = torch.cat([torch.stack([each, peaks.amax(dim=0)]), told.sum(dim=0)])
-    return columns
+    import torch.distributed as dist
+
+    operation = dist.ReduceOp.MAX if order == math.inf else dist.ReduceOp.SUM
+    result = powers.to(layout.device, copy=True)
+    for group in layout.spmd_groups if over == "spmd" else layout.groups:
+        dist.all_reduce(result, operation, group=group)
+    return result.to(powers.device)
 
 
-def reduce_apart(
-    measurement: Measurement,
-    *,
-    rank_groups: Sequence[RankGroup],
-    ranks: Sequence[tuple[int, ...] | None],
-    counts: Sequence[bool],
-    told: Tensor | None = None,
-) -> tuple[Measurement, Tensor]:
-    """Brings each tensor together over the ranks of its own mesh, and no others.
+def combine(rows: Tensor, order: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Combines the rows of all ranks.
 
     Args:
-        measurement: of the gradients that this rank holds.
-        rank_groups: the ranks that hold tensors together with this one, in an order that is the
-            same for all of them.
-        ranks: for each tensor, over which ranks it lies; None for a plain one, which is this
-            rank's own.
-        counts: for each tensor, whether this rank's elements count.
-        told: 1-d, numbers of this rank of which the largest of all is wanted, if there are any.
+        rows: [ranks, len(RANK_ROW)].
+        order: p of the norm.
 
     Returns:
-        A Measurement with the norm of all tensors of this rank, each one whole; the per-tensor
-        numbers stay this rank's. And the largest of all for each of `told`; 0 if there is none.
+        norm ** p (the norm for p = inf), number of NaN and Inf, largest magnitude; each 0-d.
     """
-    order, norms, flag = measurement.order, measurement.tensors.norms, measurement.nonfinite
-    largest = norms.new_zeros(1) if told is None else told.to(norms.dtype)
-    if order <= 0.0:
+    columns = dict(zip(RANK_ROW, rows.unbind(dim=1), strict=True))
+    power = columns["power"].amax() if order == math.inf else columns["power"].sum()
+    return power, columns["nonfinite"].sum(), columns["largest"].amax()
+
+
+def disagreement(rows: Tensor) -> Tensor:
+    """0-d bool: True if ranks are at different scales or steps. No host read."""
+    columns = rows[:, RANK_ROW.index("scale") : RANK_ROW.index("step") + 1]
+    return (columns != columns[:1]).any()
+
+
+def describe_disagreement(rows: Tensor, layout: Layout) -> str:
+    """Returns the message of RanksDiffer for rows that disagree. Waits for the device."""
+    parts = []
+    for name in ("scale", "step"):
+        values = [f"{value:g}" for value in rows[:, RANK_ROW.index(name)].tolist()]
+        if len(set(values)) > 1:
+            parts.append(f"{name} differs: {_by_rank(values, layout.ranks)}")
+    return (
+        f"{'; '.join(parts)}. The step was skipped on every rank. Load the same checkpoint and call step() the same "
+        "number of times on every rank."
+    )
+
+
+def handshake(
+    layout: Layout, settings: Mapping[str, str], names: Sequence[str], *, per_tensor: bool = False
+) -> tuple[Sequence[str], ...]:
+    """Compares settings and parameter lists over all ranks, once, at the first step.
+
+    Sends a few hundred bytes per rank. Names are sent only if parameter lists differ, along the `distinct=` dimensions.
+
+    Args:
+        layout: ranks that decide together.
+        settings: arguments of the control as text, by name.
+        names: names of this rank's parameters.
+        per_tensor: True if norms of single tensors are reduced over ranks, which requires equal parameter lists.
+
+    Returns:
+        The names of every rank's parameters in the order of `layout.ranks`, or one list if all are equal.
+
+    Raises:
+        RanksDiffer: on every rank, if settings differ or ranks that should hold the same parameters do not.
+        ValueError: on every rank, if norms of single tensors are needed and the layout cannot provide them.
+    """
+    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=16).digest()
+    # The default __repr__ of a policy contains its address, which differs between ranks.
+    settings = {key: re.sub(r" at 0x[0-9a-f]+", "", text) for key, text in settings.items()}
+    entries = _gather_objects((settings, layout.has_tensor_norms, layout.stage, digest), layout.groups)
+    for key in settings:
+        values = [entry[key] for entry, *_ in entries]
+        if len(set(values)) > 1:
+            raise RanksDiffer(
+                f"{key}= differs: {_by_rank(values, layout.ranks)}. Construct the control identically on every rank."
+            )
+    if per_tensor and not all(has_tensor_norms for _, has_tensor_norms, *_ in entries):
         raise ValueError(
-            f"norm_type must be positive where gradients are distributed, got {order:g}: what such "
-            "a norm is over several ranks is not defined."
+            "clip= bounds single tensors, but their norms are unknown: with both share= and distinct=, or with a "
+            "DTensor that spans a distinct= dimension, parts of one parameter may be on several stages. Use a policy "
+            "for the model or for groups, such as ClipByNorm or ClipPerGroup."
+        )
+    stages = [stage for _, _, stage, _ in entries]
+    if len({digest for *_, digest in entries}) == 1:
+        return (names,)
+    if len({(stage, digest) for _, _, stage, digest in entries}) == len(set(stages)):
+        by_stage = dict(_gather_objects((layout.stage, names), layout.distinct_groups))
+        return tuple(by_stage[stage] for stage in stages)
+    by_rank = tuple(_gather_objects(tuple(names), layout.groups))
+    if per_tensor or not layout.has_share_function:
+        _raise_for_lists(by_rank, stages, layout)
+    return by_rank
+
+
+def _raise_for_lists(by_rank: Sequence[Sequence[str]], stages: Sequence[int], layout: Layout) -> None:
+    """Raises RanksDiffer for the first two ranks of one stage with different parameter lists."""
+    for i, names in enumerate(by_rank):
+        j = stages.index(stages[i])
+        if names == by_rank[j]:
+            continue
+        ranks = layout.ranks[j], layout.ranks[i]
+        extra = sorted(set(names) ^ set(by_rank[j]))
+        owner = ranks[1] if extra and extra[0] in names else ranks[0]
+        detail = f"only rank {owner} has {extra[0]}" if extra else "their order differs"
+        raise RanksDiffer(
+            f"{format_ranks(ranks)} should hold the same parameters, but {detail}. For pipeline stages or experts, "
+            'pass mesh= and name their dimension in distinct=, such as distinct=("pp",).'
         )
 
-    # Many tensors have the same tuple of perhaps a thousand ranks.
-    different = dict(zip(map(id, ranks), ranks, strict=True))
 
-    def row_of(theirs: tuple[int, ...] | None) -> Tensor:
-        equal = {key for key, each in different.items() if each == theirs}
-        at = [place for place, each in enumerate(ranks) if id(each) in equal]
-        chosen = norms.index_select(0, numbers_on(norms.device, tuple(at), torch.int64))
-        own = [counts[place] for place in at]
-        return _row(chosen, order, own, flag, double=measurement.double)
-
-    rows = [row_of(None)]
-    for rank_group in rank_groups:
-        row = row_of(rank_group.ranks)
-        for group in rank_group.groups:
-            gathered = _gathered(torch.cat([row, largest]), group, rank_group.device)
-            row = _combined(gathered[:, : len(_ROW)], order)
-            largest = gathered[:, len(_ROW) :].amax(dim=0)
-        flag = row[_ROW.index("nonfinite")]
-        rows.append(row)
-    return _whole(measurement, _combined(torch.stack(rows), order)), largest
-
-
-def reduce_columns(
-    local: LocalDetail,
-    *,
-    weights: tuple[Tensor, Tensor],
-    weight_places: Sequence[int],
-    weight_counts: Sequence[bool],
-    total: int,
-    rank_group: RankGroup,
-) -> SharedDetail:
-    """What all ranks found of each parameter: one all_reduce of the largest, one of sums.
-
-    64 bytes a parameter of the model travel, however many ranks there are. The results stay where
-    the collectives run, so that under CPU offload nobody waits for them.
+def unmatched_everywhere(unmatched: Sequence[str], layout: Layout | None) -> list[str]:
+    """Returns the patterns that match no parameter on any rank. A collective unless `layout` is None.
 
     Args:
-        local: what this rank found of its gradients: 2-norms, with detail.
-        weights: for each parameter of this rank its norm, and by how much the step changed it.
-        weight_places: for each of those, its place among the parameters of all ranks.
-        weight_counts: for each of those, whether this rank's elements count.
-        total: how many parameters all ranks have.
-        rank_group: as in `reduce`.
+        unmatched: patterns that match no parameter on this rank.
+        layout: ranks that decide together.
     """
+    everywhere = [set(unmatched)] if layout is None else map(set, _gather_objects(list(unmatched), layout.groups))
+    common = set.intersection(*everywhere)
+    return [pattern for pattern in unmatched if pattern in common]
+
+
+def _gather_objects(item: Any, groups: Sequence[Any]) -> list[Any]:
+    """All-gathers a picklable object over groups, one after the other, in row-major order."""
     import torch.distributed as dist
 
-    found, device = local.found, rank_group.device
-    assert found.largest is not None
-    assert found.zeros is not None
-    dtype = found.norms.dtype
+    items = [item]
+    for group in reversed(groups):
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, items, group=group)
+        items = [item for part in parts for item in part]
+    return items
 
-    def spread(column: Tensor, places: Sequence[int], counts: Sequence[bool]) -> Tensor:
-        """A column along the parameters of all ranks; 0 where nothing counts."""
-        at = numbers_on(device, tuple(places), torch.int64)
-        there = moved(column, device).to(dtype)
-        there = torch.where(mask_like(counts, there), there, torch.zeros_like(there))
-        return there.new_zeros(total).index_add(0, at, there)
 
-    def of_gradient(column: Tensor) -> Tensor:
-        return spread(column, local.places, local.counts)
-
-    def of_weight(column: Tensor) -> Tensor:
-        return spread(column, weight_places, weight_counts)
-
-    (group,) = rank_group.groups
-    largest = of_gradient(found.largest)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    unit = _unit(largest)  # A norm is at most the root of its elements larger: no square overflows.
-    elements = numbers_on(device, tuple(local.elements), dtype)
-    sums = torch.stack(
-        [
-            (of_gradient(found.norms) / unit) ** 2,
-            *map(of_gradient, (found.nan, found.inf, found.zeros, elements)),
-            *(of_weight(column) ** 2 for column in weights),
-        ]
+def _by_rank(values: Sequence[str], ranks: Sequence[int]) -> str:
+    """Values with the ranks that have them: `1.0 on ranks 0-2, 0.5 on rank 3`."""
+    return ", ".join(
+        f"{value} on {format_ranks([rank for rank, other in zip(ranks, values, strict=True) if other == value])}"
+        for value in dict.fromkeys(values)
     )
-    dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
-    squares, nan, inf, zeros, count, weight, change = sums.unbind()
-    return SharedDetail(
-        norms=squares.sqrt() * unit,
-        largest=largest,
-        nan=nan,
-        inf=inf,
-        zeros=zeros,
-        elements=count,
-        weight=weight.sqrt(),
-        change=change.sqrt(),
-    )
-
-
-def largest_of_all(numbers: Tensor, rank_groups: Sequence[RankGroup]) -> Tensor:
-    """Each of `numbers`, the largest over the ranks of every group, on the device it came from.
-
-    Args:
-        numbers: 1-d, this rank's.
-        rank_groups: in an order that is the same for all of their ranks.
-    """
-    import torch.distributed as dist
-
-    together = numbers.clone()
-    for rank_group in rank_groups:
-        together = moved(together, rank_group.device)
-        for group in rank_group.groups:
-            dist.all_reduce(together, op=dist.ReduceOp.MAX, group=group)
-    return moved(together, numbers.device)
-
-
-def sum_of_all(numbers: Tensor, rank_group: RankGroup) -> Tensor:
-    """Each of `numbers`, added up over the ranks of a group, on the device it came from.
-
-    Unlike what is gathered, it does not grow with the number of ranks.
-
-    Args:
-        numbers: 1-d, this rank's.
-        rank_group: by one process group or several to go through.
-    """
-    import torch.distributed as dist
-
-    together = moved(numbers.clone(), rank_group.device)
-    for group in rank_group.groups:
-        dist.all_reduce(together, group=group)
-    return moved(together, numbers.device)
-
-
-def _row(
-    norms: Tensor,
-    order: float,
-    counts: Sequence[bool] | None,
-    nonfinite: Tensor,
-    *,
-    double: bool,
-) -> Tensor:
-    largest = norms.amax() if norms.numel() else norms.new_zeros(())
-    unit = _unit(largest)
-    share = norms.new_zeros(())
-    if order != math.inf:
-        powers = (norms / unit) ** order
-        if counts is not None:
-            powers = torch.where(mask_like(counts, norms), powers, torch.zeros_like(powers))
-        share = powers.sum()
-    wider = torch.full_like(largest, float(double))
-    return torch.stack([largest, unit, share, nonfinite.to(norms.dtype), wider])
-
-
-def mask_like(flags: Sequence[bool], like: Tensor) -> Tensor:
-    """The flags as a tensor on the device of `like`."""
-    return numbers_on(like.device, tuple(flags), torch.bool)
-
-
-def _unit(largest: Tensor) -> Tensor:
-    usable = (largest > 0) & torch.isfinite(largest)
-    return torch.where(usable, largest, torch.ones_like(largest))
-
-
-def _norm(largest: Tensor, unit: Tensor, share: Tensor, order: float) -> Tensor:
-    """The norm whose p-th power is `share` in `unit`; 0, Inf and NaN are as in the largest."""
-    if order == math.inf:
-        return largest
-    usable = (largest > 0) & torch.isfinite(largest)
-    return torch.where(usable, unit * share ** (1.0 / order), largest)
-
-
-def _gathered(mine: Tensor, group: Any, device: torch.device) -> Tensor:
-    """Every rank's numbers, a row a rank, where `mine` lies; they travel by `device`."""
-    import torch.distributed as dist
-
-    there = moved(mine, device).contiguous()
-    rows = there.new_zeros(dist.get_world_size(group), there.numel())
-    dist.all_gather(list(rows.unbind(0)), there, group=group)
-    return moved(rows, mine.device)
-
-
-def _combined(rows: Tensor, order: float) -> Tensor:
-    """One row from several."""
-    norms, units, shares, flags, double = rows.unbind(dim=1)
-    largest = norms.amax()
-    unit = _unit(largest)
-    share = torch.zeros_like(largest)
-    if order != math.inf:
-        # A row of nothing but zeros has unit 1 and share 0: it adds nothing, whatever the unit.
-        share = torch.where(shares > 0, shares * (units / unit) ** order, 0.0).sum()
-    return torch.stack([largest, unit, share, flags.amax(), double.amax()])
-
-
-def _whole(measurement: Measurement, row: Tensor) -> Measurement:
-    """The Measurement with the norm and the flag of all ranks."""
-    largest, unit, share, flag, double = row.unbind()
-    norm = _norm(largest, unit, share, measurement.order)
-    norm = torch.where(double > 0, norm, rounded(norm))
-    return replace(measurement, norm=norm, nonfinite=flag.to(torch.float32))

@@ -1,1 +1,1 @@
-"""From gradients to a step taken or skipped: the stages, and what holds them together."""
+"""The stages of one step: gradients, measure, decide, update."""

@@ -1,101 +1,172 @@
-"""Gradients in, a Measurement out: the one read of every gradient that a step pays for.
-
-The norm, the skip flag, the culprits' names and the telemetry all come from here. Every device has
-its back end (`kernels`), whose numbers are brought together on one of them.
-"""
+"""Measurement of gradients, for steps of a control and for other training loops."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradilocks import kernels
-from gradilocks.kernels.chunks import AddressedTensors
-from gradilocks.kernels.host_numbers import numbers_on
-from gradilocks.kernels.reference import any_double, summarize
-from gradilocks.values import Measurement, Statistics, moved
+from gradilocks.checks import check_order
+from gradilocks.names import Names
+from gradilocks.ranks.collective import RANK_ROW, combine, gather_rows, handshake, reduce_powers
+from gradilocks.ranks.layout import Layout, ShareFunction, layout_of
+from gradilocks.step.decide import local_row
+from gradilocks.step.gradients import device_indices, elements
+from gradilocks.step.state import StepState
 
-__all__ = ["measure", "statistics_of"]
+__all__ = ["Measurement", "measure", "statistics_of"]
 
 
-def measure(
-    tensors: Sequence[Tensor], *, home: torch.device, order: float = 2.0, detail: bool = False
-) -> Measurement:
-    """Measures tensors as they stand, on whatever devices they lie.
+def statistics_of(tensors: Sequence[Tensor | None], *, order: float = 2.0, detail: bool = False) -> Tensor:
+    """Measures gradients on any number of devices.
 
     Args:
-        tensors: plain ones; may be none.
-        home: the device on which the results are brought together.
-        order: the p of the norm.
-        detail: also find the largest magnitude and count the zeros.
+        tensors: dense, real, local; None where there is no gradient. At least one is a tensor.
+        order: p of the norms.
+        detail: see `kernels.measure`.
 
     Returns:
-        The Measurement, on `home`; nothing waits.
+        float64 [5, n] on the device of the first tensor, one row for each of `kernels.STATISTICS`; zeros for None.
     """
-    found = statistics_of(tensors, home=home, order=order, detail=detail)
-    return summarize(found, order=order, double=any_double(tensors))
-
-
-def statistics_of(
-    tensors: Sequence[Tensor], *, home: torch.device, order: float = 2.0, detail: bool = False
-) -> Statistics:
-    """What is in each of them, as `measure` has it, without what all of them have together."""
-    if isinstance(tensors, AddressedTensors):
-        backend = kernels.BACKENDS[tensors.at.device.type]
-        return _moved(backend.measure(tensors, order=order, detail=detail), home)
-    places = kernels.by_device(tensors)
-    if len(places) == 1:
-        (device,) = places
-        found = kernels.BACKENDS[device.type].measure(tensors, order=order, detail=detail)
-        return _moved(found, home)
-    parts = [
-        _moved(
-            kernels.BACKENDS[device.type].measure(
-                [tensors[i] for i in indices], order=order, detail=detail
-            ),
-            home,
+    present = [tensor for tensor in tensors if tensor is not None]
+    devices = {tensor.device for tensor in present}
+    if len(present) == len(tensors) and len(devices) == 1:
+        return kernels.measure(present, order=order, detail=detail)
+    target = present[0].device
+    statistics = torch.zeros(len(kernels.STATISTICS), len(tensors), dtype=torch.float64, device=target)
+    for device in devices:
+        indices = tuple(i for i, tensor in enumerate(tensors) if tensor is not None and tensor.device == device)
+        part = kernels.measure(
+            [tensor for i in indices if (tensor := tensors[i]) is not None], order=order, detail=detail
         )
-        for device, indices in places.items()
-    ]
-    order_of_parts = [i for indices in places.values() for i in indices]
-    return _merged(parts, order_of_parts, home=home, detail=detail)
+        statistics.index_copy_(1, device_indices(indices, target), part.to(target))
+    return statistics
 
 
-def _moved(found: Statistics, home: torch.device) -> Statistics:
-    if found.norms.device == home:
-        return found
-    return Statistics(
-        norms=moved(found.norms, home),
-        nan=moved(found.nan, home),
-        inf=moved(found.inf, home),
-        largest=None if found.largest is None else moved(found.largest, home),
-        zeros=None if found.zeros is None else moved(found.zeros, home),
-    )
+@dataclass(frozen=True)
+class Measurement:
+    """Norms of gradients over all ranks. The tensors are on the device of the gradients."""
+
+    norm: Tensor
+    """0-d: global norm; NaN or inf if a gradient on any rank is not finite."""
+    norms: Mapping[str, Tensor]
+    """0-d, by name: norm of each parameter's gradient over the ranks that hold a part of it; parameters without a
+    gradient on this rank are missing. The norms cover only this rank's part if `share=` is given and ranks list
+    different parameters, or if a parameter is spread along a `distinct=` dimension."""
+    _find_culprits: Callable[[], tuple[str, ...]]
+
+    @property
+    def culprits(self) -> tuple[str, ...]:
+        """Names of the parameters with NaN or Inf: all on this rank, the first on each other. Waits for the device."""
+        return self._find_culprits()
 
 
-def _merged(
-    parts: Sequence[Statistics], places: Sequence[int], *, home: torch.device, detail: bool
-) -> Statistics:
-    """Puts the devices' results back into the gradients' own order."""
-    back = sorted(range(len(places)), key=places.__getitem__)
-    order = numbers_on(home, tuple(back), torch.int64)
+@torch.no_grad()
+def measure(
+    params: nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+    *,
+    grad: Callable[[Tensor], Tensor | None] | None = None,
+    order: float = 2.0,
+    mesh: Any = None,
+    distinct: str | Iterable[str] = (),
+    share: ShareFunction | None = None,
+) -> Measurement:
+    """Measures gradients without stepping, for training loops that you do not own.
 
-    def merge(columns: list[Tensor], dtype: torch.dtype) -> Tensor:
-        if not columns:
-            return torch.zeros(0, dtype=dtype, device=home)
-        return torch.cat(columns)[order]
+    With several ranks this is a collective that all of them must call. The first call with a list of parameters also
+    compares the lists over ranks, so all ranks must change theirs at the same call. Does not wait for the device.
 
-    real = parts[0].norms.dtype if parts else torch.float64
-    return Statistics(
-        norms=merge([p.norms for p in parts], real),
-        nan=merge([p.nan for p in parts], torch.int64),
-        inf=merge([p.inf for p in parts], torch.int64),
-        largest=merge([p.largest for p in parts if p.largest is not None], real)
-        if detail
-        else None,
-        zeros=merge([p.zeros for p in parts if p.zeros is not None], torch.int64)
-        if detail
-        else None,
-    )
+    Args:
+        params: a module, parameters, or pairs of name and parameter.
+        grad: returns the gradient of a parameter; by default `param.grad`. Megatron: `lambda p: p.main_grad`.
+        order: p of the norms, from 1 to 8, or inf.
+        mesh, distinct, share: the ranks; as for GradientControl.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> layer.weight.grad = torch.tensor([[3.0, 4.0]])
+        >>> measurement = measure(layer)
+        >>> measurement.norm.item(), measurement.culprits
+        (5.0, ())
+    """
+    check_order(order)
+    names, tensors, models = _named(params)
+    if not tensors:
+        raise ValueError("measure() was given no parameters that require grad.")
+    read = grad or _default_gradient
+    layout, by_rank = _layout_and_names(tensors, names, models, mesh, distinct, share)
+    grads = [None if (found := read(param)) is None else elements(found) for param in tensors]
+    if any(found is not None for found in grads):
+        statistics = statistics_of(grads, order=order)
+    elif layout is None:
+        raise ValueError(f"none of the {len(names)} parameters has a gradient; call measure() after backward().")
+    else:  # The other ranks wait for this one, so it contributes zeros.
+        statistics = torch.zeros(len(kernels.STATISTICS), len(names), dtype=torch.float64, device=layout.device)
+    state = StepState(None)
+    state.to(statistics.device)
+    row = local_row(statistics, order=order, layout=layout, state=state, loss=None, overflow=None)
+    norms = statistics[0]
+    if layout is not None and layout.has_tensor_norms and (len(by_rank) == 1 or layout.distinct_groups):
+        powers = norms if order == math.inf else norms**order * layout.weights(norms)
+        norms = reduce_powers(powers, layout, order, over="spmd")
+        norms = norms if order == math.inf else norms ** (1.0 / order)
+    rows = row.unsqueeze(0) if layout is None else gather_rows(row, layout)
+    power, nonfinite, _ = combine(rows, order)
+    total = power if order == math.inf else power ** (1.0 / order)
+    bad = statistics[3] + statistics[4]
+    total = torch.where(nonfinite > 0, torch.where(statistics[3].sum() > 0, math.nan, math.inf), total)
+
+    def find_culprits() -> tuple[str, ...]:
+        found = [name for name, count in zip(names, bad.tolist(), strict=True) if count]
+        for rank, number in enumerate(rows[:, RANK_ROW.index("first_bad")].tolist()):
+            if number >= 0:
+                found.append(by_rank[rank if len(by_rank) > 1 else 0][int(number)])
+        return tuple(dict.fromkeys(found))
+
+    present = {name: norm for name, norm, found in zip(names, norms.unbind(), grads, strict=True) if found is not None}
+    return Measurement(total, present, find_culprits)
+
+
+_layouts: dict[Any, tuple[list[weakref.ref[Tensor]], Layout | None, tuple[Sequence[str], ...]]] = {}
+"""Cache of layouts. Finding one may search all objects of the process (0.1 s) and exchanges names between ranks."""
+
+
+def _layout_and_names(
+    params: Sequence[Tensor], names: Sequence[str], models: Iterable[nn.Module], mesh: Any, distinct: Any, share: Any
+) -> tuple[Layout | None, tuple[Sequence[str], ...]]:
+    """Returns the layout, and the names on every rank, or one list if all are equal."""
+    distributed = torch.distributed
+    world = distributed.group.WORLD if distributed.is_available() and distributed.is_initialized() else None
+    distinct = (distinct,) if isinstance(distinct, str) else tuple(distinct)
+    shares = None if share is None else tuple(map(share, names, params))
+    # The key holds values and live objects; ids of parameters are verified below, because ids are reused. So either
+    # all ranks find their entry or none does.
+    key = (world, mesh, distinct, shares, *map(id, params))
+    if key in _layouts and all(reference() is param for reference, param in zip(_layouts[key][0], params, strict=True)):
+        return _layouts[key][1:]
+    layout = layout_of(params, names, mesh=mesh, distinct=distinct, share=share, models=models)
+    by_rank = (names,) if layout is None else handshake(layout, {}, names)
+    if len(_layouts) >= 16:
+        _layouts.clear()
+    _layouts[key] = [weakref.ref(param) for param in params], layout, by_rank
+    return layout, by_rank
+
+
+def _default_gradient(param: Tensor) -> Tensor | None:
+    return param.grad
+
+
+def _named(params: Any) -> tuple[list[str], list[Tensor], tuple[nn.Module, ...]]:
+    if isinstance(params, nn.Module):
+        tensors: list[Tensor] = [param for param in params.parameters() if param.requires_grad]
+        return Names(params, ()).of(tensors), tensors, (params,)
+    items = list(params)
+    if not items or isinstance(items[0], Tensor):
+        return [f"parameter {i}" for i in range(len(items))], items, ()
+    return [name for name, _ in items], [tensor for _, tensor in items], ()

@@ -1,1 +1,0 @@
-"""The stages of one step: gradients, measure, decide, update."""

@@ -1,1 +1,0 @@
-"""Other people's tools, one file each, imported when they are used and never required."""
