@@ -1,0 +1,325 @@
+"""Lightning: a GradientControl in the Trainer (`GradientControlCallback`) and in Fabric (`control_for`).
+
+Both replace the precision plugin by a copy that scales the loss with the control and steps through it. Everything else
+of the plugin, such as autocast, stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from gradilocks.clip import ClipByNorm, ClipByValue
+from gradilocks.control import GradientControl
+from gradilocks.dropin.clip_functions import clip_grad_norm_, clip_grad_value_
+from gradilocks.scale import DynamicScale
+from gradilocks.step.phase import Phase
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    from pytorch_lightning import Callback
+
+__all__ = ["GradientControlCallback", "control_for"]
+
+_NATIVE_STEPS = ("Precision", "MixedPrecision", "FSDPPrecision")
+"""Classes whose `optimizer_step` a control replaces completely."""
+
+
+class GradientControlCallback(Callback):  # type: ignore[misc]
+    """Trains with a GradientControl: `Trainer(precision="bf16-mixed", callbacks=[GradientControlCallback(clip=1.0)])`.
+
+    The control is created when `fit` starts, and its state is saved in and loaded from the Trainer's checkpoints.
+    `Trainer(gradient_clip_val=...)` becomes the clip of the control. LR schedules do not advance for skipped steps,
+    except ReduceLROnPlateau.
+
+    Args:
+        scale: as in GradientControl; "auto" is DynamicScale with the settings of the precision plugin's scaler
+            ("16-mixed"), or None if the plugin has no scaler.
+        options: further arguments of GradientControl, such as `clip` and `record`.
+
+    Attributes:
+        control: the GradientControl of the latest `fit`; None before.
+    """
+
+    def __init__(self, *, scale: object = "auto", **options: Any) -> None:
+        super().__init__()
+        self._options = {"scale": scale, **options}
+        self.control: GradientControl | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Creates the control. The Trainer has set up the optimizers and loads its checkpoint afterwards."""
+        if sum(isinstance(callback, GradientControlCallback) for callback in trainer.callbacks) > 1:
+            raise ValueError("the Trainer has several GradientControlCallbacks. Pass one with the options of all.")
+        plugin = _controlled_copy(trainer.strategy.precision_plugin, _TrainerPrecision)
+        options = dict(self._options)
+        is_native = not _is_overridden(pl_module, "configure_gradient_clipping")
+        plugin.clips_in_control = is_native and pl_module.automatic_optimization
+        if trainer.gradient_clip_val and plugin.clips_in_control:
+            if options.get("clip") is not None:
+                raise ValueError(
+                    f"Trainer(gradient_clip_val={trainer.gradient_clip_val!r}) and GradientControlCallback("
+                    f"clip={options['clip']!r}) both clip the gradients. Remove one of them."
+                )
+            policy = ClipByValue if trainer.gradient_clip_algorithm == "value" else ClipByNorm
+            options["clip"] = policy(float(trainer.gradient_clip_val))
+        # An earlier control closes its run file here, which the new one may continue.
+        self.control, trainer.strategy.precision_plugin = None, plugin
+        self.control = plugin.create_control(trainer.optimizers, trainer.strategy.model, trainer.strategy, **options)
+        readers = [pl_module, *(callback for callback in trainer.callbacks if callback is not self)]
+        plugin.unscales_for_hooks = any(_is_overridden(reader, "on_before_optimizer_step") for reader in readers)
+        for config in trainer.lr_scheduler_configs:
+            if not isinstance(config.scheduler, ReduceLROnPlateau):
+                config.scheduler = self.control.scheduler(config.scheduler)
+        self._must_check = True
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Raises ValueError after the first batch if the module uses a control of its own."""
+        if self._must_check:
+            self._must_check = False
+            _check_no_other(trainer.optimizers)
+
+
+class _ControlledPrecision:
+    """A precision plugin with a control; mixed into the class of the plugin that the user has chosen."""
+
+    control: GradientControl
+    native: Any
+    """The user's plugin."""
+    scaler: Any = None
+    """The control as a GradScaler if the native plugin has a scaler, which it then calls itself."""
+    has_loss = False
+    """True if a loss was scaled since the last step."""
+
+    def create_control(self, optimizers: Any, model: Any, strategy: Any, **options: Any) -> GradientControl:
+        """Creates the control with the settings of the native scaler and the mesh of ModelParallelStrategy."""
+        native = getattr(self.native, "scaler", None)
+        if options.get("scale", "auto") == "auto":
+            options["scale"] = (
+                None
+                if native is None
+                else DynamicScale(
+                    native.get_scale(),
+                    native.get_growth_factor(),
+                    native.get_backoff_factor(),
+                    native.get_growth_interval(),
+                )
+            )
+        if type(strategy).__name__ == "ModelParallelStrategy":
+            options.setdefault("mesh", strategy.device_mesh)
+        self.control = _Control(*optimizers, model=model, **options)
+        self.scaler = None if native is None else self.control.as_scaler()
+        return self.control
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss for the native plugin."""
+        _update_if_pending(self.control)
+        self.has_loss = True
+        return loss if self.scaler is not None else self.control.scale_loss(loss)
+
+    def step(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> None:
+        """Steps one of the control's optimizers. With several, the scale moves before the next loss."""
+        if not any(optimizer is own for own in self.control.optimizers):
+            raise ValueError(
+                f"this {type(optimizer).__name__} does not belong to the GradientControl, which steps "
+                f"{len(self.control.optimizers)} optimizer(s). Pass all optimizers to control_for(); in a Trainer, "
+                "return them from configure_optimizers()."
+            )
+        self.has_loss = False
+        if closure is not None:
+            self.control.step(closure)
+        elif len(self.control.optimizers) == 1:
+            self.control.step()
+        else:
+            self.control.step(only=optimizer)
+
+    def unscale(self, optimizer: Any) -> None:
+        """Unscales the gradients of one optimizer, unless they are unscaled."""
+        if self.control._phases[self.control._indices(optimizer)[0]].phase is Phase.SCALED:
+            self.control.unscale_(only=optimizer)
+
+    def clip(self, optimizer: Any, *, norm: float | None = None, value: float | None = None, p: float = 2.0) -> Any:
+        """Clips the gradients in place, unless they contain NaN or Inf, which the control must find at the step."""
+        if self.control._clip:
+            raise ValueError(
+                f"clip_gradients() and the clip of the GradientControl, {list(self.control._clip)!r}, both clip the "
+                "gradients. Remove one of them."
+            )
+        if not any(own is optimizer for own in self.control.optimizers):
+            optimizer = optimizer.optimizer  # Lightning's wrapper.
+        self.unscale(optimizer)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if norm is not None:
+            return clip_grad_norm_(params, norm, p)
+        if math.isfinite(self.control.norm(only=optimizer)):
+            clip_grad_value_(params, value or 0.0)
+        return None
+
+
+class _TrainerPrecision(_ControlledPrecision):
+    """The methods that the Trainer calls."""
+
+    clips_in_control = True
+    """True if the Trainer's clip is that of the control; False if the module calls `clip_gradients` itself."""
+    unscales_for_hooks = False
+    """True if a hook reads the gradients before the step."""
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        native: Any = super()
+        return native.pre_backward(self.scale_loss(tensor), module)  # type: ignore[no-any-return]
+
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        native: Any = super()
+        if self.unscales_for_hooks:
+            self.unscale(optimizer)
+        native._after_closure(model, optimizer)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        if kwargs:
+            raise TypeError(f"a GradientControl steps without {', '.join(kwargs)}: call optimizer.step(closure).")
+        if _requires_closure(optimizer):
+
+            def evaluate() -> Any:
+                loss = closure()
+                self._after_closure(model, optimizer)
+                return loss
+
+            return self.step(optimizer, evaluate)
+        result = closure()
+        self._after_closure(model, optimizer)
+        if self.has_loss or not model.automatic_optimization:  # training_step may return None.
+            self.step(optimizer)
+        return result
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        if clip_val > 0 and not self.clips_in_control:
+            self.clip(optimizer, **{"value" if gradient_clip_algorithm == "value" else "norm": float(clip_val)})
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.control.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.control.load_state_dict(state_dict)
+
+
+class _FabricPrecision(_ControlledPrecision):
+    """The methods that Fabric calls."""
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        native: Any = super()
+        native.backward(self.scale_loss(tensor), model, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None and _requires_closure(optimizer):
+            return self.step(optimizer, closure)
+        result = None if closure is None else closure()
+        self.step(optimizer)
+        return result
+
+
+class _Control(GradientControl):
+    """Moves the scale, which several optimizers delay, before its state is saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        _update_if_pending(self)
+        return super().state_dict()
+
+
+def control_for(fabric: Any, model: Any, optimizer: Any, *, scale: object = "auto", **options: Any) -> GradientControl:
+    """Creates a GradientControl behind `fabric.backward`, `fabric.clip_gradients`, `fabric.load` and `optimizer.step`.
+
+    `fabric.clip_gradients` is for controls without `clip`. It does not raise for NaN or Inf; the step is skipped.
+
+    Args:
+        fabric: the Fabric.
+        model: the model that `fabric.setup` returned, or a mapping from prefixes to models.
+        optimizer: the optimizer that `fabric.setup` returned; a list if there are several.
+        scale: as in GradientControlCallback.
+        options: further arguments of GradientControl.
+    """
+    strategy = fabric.strategy
+    if isinstance(strategy.precision, _ControlledPrecision):
+        raise ValueError(
+            "this Fabric has a GradientControl. Pass all optimizers in one call: control_for(fabric, {'a': model_a, "
+            "'b': model_b}, [optimizer_a, optimizer_b])."
+        )
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    inner = [each.optimizer if type(each).__name__.startswith("Fabric") else each for each in given]
+    plugin = _controlled_copy(strategy.precision, _FabricPrecision)
+    control: GradientControl = plugin.create_control(inner, model, strategy, scale=scale, **options)
+    native_load = strategy.load_checkpoint
+
+    def clip_norm(module: Any, optimizer: Any, max_norm: float, norm_type: float = 2.0, **_: Any) -> Any:
+        return plugin.clip(optimizer, norm=max_norm, p=float(norm_type))
+
+    def clip_value(module: Any, optimizer: Any, clip_val: float) -> None:
+        plugin.clip(optimizer, value=clip_val)
+
+    def load_checkpoint(path: Any, state: Any = None, **kwargs: Any) -> Any:
+        # ModelParallelStrategy replaces the objects in `state` by their loaded states instead of loading them.
+        keys = [key for key, value in state.items() if value is control] if isinstance(state, dict) else []
+        remainder = native_load(path=path, state=state, **kwargs)
+        for key in keys:
+            if state[key] is not control:
+                control.load_state_dict(state[key])
+                state[key] = control
+        return remainder
+
+    strategy.clip_gradients_norm, strategy.clip_gradients_value = clip_norm, clip_value
+    strategy.load_checkpoint, strategy.precision = load_checkpoint, plugin
+    return control
+
+
+def _controlled_copy(native: Any, kind: type[_ControlledPrecision]) -> Any:
+    """A copy of a precision plugin, without a control yet, of its class and `kind`.
+
+    Raises:
+        ValueError: the plugin has an `optimizer_step` of its own, as that of DeepSpeed.
+    """
+    native = getattr(native, "native", native)
+    base = type(native)
+    definer = next(each for each in base.__mro__ if "optimizer_step" in vars(each))
+    if definer.__name__ not in _NATIVE_STEPS:
+        raise ValueError(
+            f"{definer.__name__} steps the optimizer in its own way, which a GradientControl cannot replace. Use "
+            "precision='32-true', 'bf16-mixed' or '16-mixed'. `gradilocks run` records such a script."
+        )
+    plugin = copy.copy(native)
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}  # The key in checkpoints.
+    plugin.__class__ = type(base.__name__, (kind, base), names)
+    plugin.native = native
+    return plugin
+
+
+def _update_if_pending(control: GradientControl) -> None:
+    if any(phase.pending is not None for phase in control._phases):
+        control.update()
+
+
+def _requires_closure(optimizer: Any) -> bool:
+    """True for optimizers such as LBFGS, which evaluate the loss themselves."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _is_overridden(owner: Any, hook: str) -> bool:
+    """True if a module or callback defines a hook that is not Lightning's own."""
+    return not getattr(owner, hook).__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
+
+
+def _check_no_other(optimizers: Any) -> None:
+    """Raises ValueError if one of the optimizers has a control that this module has not created."""
+    for other in gc.get_objects():
+        is_other = issubclass(type(other), GradientControl) and not isinstance(other, _Control)
+        if is_other and any(optimizer is own for optimizer in other.optimizers for own in optimizers):
+            raise ValueError(
+                "an optimizer of the GradientControlCallback has a second GradientControl, and the Trainer does not "
+                "count its steps. Remove it and use the callback's `control`."
+            )
