@@ -5,6 +5,8 @@ The last column of a batch marks the bad one, in which the gradient of `middle.w
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,6 +30,22 @@ QUIET = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
+
+
+WARNINGS = (
+    ".*does not have many workers",
+    "The number of training batches",
+    ".*is not supported by the model summary",
+    "`isinstance.treespec, LeafSpec.` is deprecated",
+    ".*`training_step` returned `None`",
+    "Checkpoint directory .* exists and is not empty",
+    "You're resuming from a checkpoint that ended before the epoch ended",
+    "Be aware that when using `ckpt_path`, callbacks",
+)
+"""Warnings of Lightning about itself or about this small task."""
+
+for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
+    logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class Network(nn.Module):
@@ -68,6 +86,28 @@ def steps_of(batches: Tensor, accumulate: int = 1) -> list[list[Tensor]]:
     """The batches of each step."""
     parts = list(batches.split(BATCH))
     return [parts[i : i + accumulate] for i in range(0, len(parts), accumulate)]
+
+
+class Stateful:
+    """Batches that continue where a checkpoint was written."""
+
+    def __init__(self, part=slice(None)):
+        self.batches, self.next = [rows[part] for (rows,) in steps_of(rows())], 0
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        while self.next < len(self.batches):
+            self.next += 1
+            yield [self.batches[self.next - 1]]
+        self.next = 0
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
 
 
 def weights(model: nn.Module) -> list[Tensor]:

@@ -9,8 +9,10 @@ import torch
 
 from gradilocks import ClipByValue, GradientControl, HeadroomScale, ZScoreClip
 from gradilocks.integrations import control_for
+from integrations import lightning_ranks
 from integrations import lightning_task as task
 from integrations.lightning_task import assert_same, native, weights
+from ranks.rank_world import world
 
 CLIP = 0.02
 
@@ -180,3 +182,24 @@ def test_other_frameworks_are_rejected(framework):
 def test_a_trainer_is_rejected():
     with pytest.raises(TypeError, match="GradientControlCallback"):
         control_for(pl.Trainer(**task.QUIET), None, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("program", [lightning_ranks.trainer, lightning_ranks.fabric])
+def test_two_ranks_train_like_one(program, strategy):
+    expected, *_ = native("fused adamw", scale="dynamic", clip=CLIP)
+    name = "net.middle.weight" if program is lightning_ranks.trainer else "middle.weight"
+    for trained, state, outcomes in world(2).run(program, strategy):
+        torch.testing.assert_close(trained, expected, rtol=1e-5, atol=1e-6)
+        assert state["scale"] == 2.0**15
+        assert outcomes == [(step == task.BAD, (name,) if step == task.BAD else ()) for step in range(task.STEPS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("program", [lightning_ranks.trainer_resumed, lightning_ranks.fabric_resumed])
+def test_two_ranks_resume_bit_for_bit(program, strategy):
+    for whole, resumed in world(2).run(program, strategy):
+        assert_same(resumed[0], whole[0], clip=None)
+        assert str(resumed[1]) == str(whole[1])

@@ -13,6 +13,7 @@ from torch import nn
 from gradilocks import ClipByNorm, ClipByValue, GradientControl, HeadroomScale, ZScoreClip
 from gradilocks.errors import NeverFinite, ScaleMisuse
 from gradilocks.integrations.lightning import GradientControlCallback
+from gradilocks.record import Recorder
 from gradilocks.view.runfile import read
 from integrations import lightning_task as task
 from integrations.lightning_task import QUIET, assert_same, loader, native, schedule, weights
@@ -297,40 +298,18 @@ def test_max_steps_and_validation():
 POLICIES = {"scale": HeadroomScale(), "clip": ZScoreClip(0.5, warmup=2)}
 
 
-class Stateful:
-    """Batches that continue where a checkpoint was written."""
-
-    def __init__(self, part=slice(None)):
-        self.batches, self.next = [rows[part] for (rows,) in task.steps_of(task.rows())], 0
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __iter__(self):
-        while self.next < len(self.batches):
-            self.next += 1
-            yield [self.batches[self.next - 1]]
-        self.next = 0
-
-    def state_dict(self):
-        return {"next": self.next}
-
-    def load_state_dict(self, state):
-        self.next = state["next"]
-
-
 @pytest.mark.parametrize("optimizer", task.OPTIMIZERS)
 def test_a_resumed_training_continues_bit_for_bit(optimizer, tmp_path):
     whole = Module(optimizer, with_schedule=True)
-    expected, _ = fit(whole, Stateful(), GradientControlCallback(**POLICIES))
+    expected, _ = fit(whole, task.Stateful(), GradientControlCallback(**POLICIES))
     saving = ModelCheckpoint(tmp_path, filename="three", every_n_train_steps=3)
     first = Module(optimizer, with_schedule=True)
     fit(
-        first, Stateful(), GradientControlCallback(**POLICIES), callbacks=[saving], max_steps=3,
+        first, task.Stateful(), GradientControlCallback(**POLICIES), callbacks=[saving], max_steps=3,
         enable_checkpointing=True,
     )  # fmt: skip
     resumed = Module(optimizer, with_schedule=True)
-    control, _ = fit(resumed, Stateful(), GradientControlCallback(**POLICIES), ckpt_path=tmp_path / "three.ckpt")
+    control, _ = fit(resumed, task.Stateful(), GradientControlCallback(**POLICIES), ckpt_path=tmp_path / "three.ckpt")
     assert_same(weights(resumed), weights(whole), clip=None)
     assert str(control.state_dict()) == str(expected.state_dict())
     assert resumed.rates == whole.rates[3:]
@@ -423,10 +402,13 @@ def test_giving_up_ends_the_training():
 
 def test_a_run_file_is_continued_by_a_resumed_training(tmp_path):
     path = tmp_path / "run.jsonl"
-    _, trainer = fit(Module(), callback=GradientControlCallback(record=path))
+    recorder = Recorder(path)
+    _, trainer = fit(Module(), callback=GradientControlCallback(record=recorder))
     trainer.save_checkpoint(tmp_path / "one.ckpt")
-    del trainer  # Closes the file.
-    fit(Module(), callback=GradientControlCallback(record=path), ckpt_path=tmp_path / "one.ckpt", max_epochs=2)
+    recorder.close()
+    recorder = Recorder(path)
+    fit(Module(), callback=GradientControlCallback(record=recorder), ckpt_path=tmp_path / "one.ckpt", max_epochs=2)
+    recorder.close()
     steps = read(path).steps[0]
     assert list(steps) == list(range(1, 2 * task.STEPS + 1))
     assert [step for step, line in steps.items() if line["skipped"]] == [task.BAD + 1, task.BAD + 1 + task.STEPS]

@@ -10,7 +10,7 @@ import copy
 import gc
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -82,15 +82,21 @@ class GradientControlCallback(Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Raises ValueError after the first batch if the module uses a control of its own."""
-        if self._must_check:
-            self._must_check = False
-            _check_no_other(trainer.optimizers)
+        candidates = gc.get_objects() if self._must_check else ()
+        self._must_check = False
+        for other in candidates:
+            is_other = issubclass(type(other), GradientControl) and not isinstance(other, _Control)
+            if is_other and any(optimizer is own for optimizer in other.optimizers for own in trainer.optimizers):
+                raise ValueError(
+                    "an optimizer of the GradientControlCallback has a second GradientControl, and the Trainer does "
+                    "not count its steps. Remove it and use the callback's `control`."
+                )
 
 
 class _ControlledPrecision:
     """A precision plugin with a control; mixed into the class of the plugin that the user has chosen."""
 
-    control: GradientControl
+    control: _Control
     native: Any
     """The user's plugin."""
     scaler: Any = None
@@ -101,17 +107,10 @@ class _ControlledPrecision:
     def create_control(self, optimizers: Any, model: Any, strategy: Any, **options: Any) -> GradientControl:
         """Creates the control with the settings of the native scaler and the mesh of ModelParallelStrategy."""
         native = getattr(self.native, "scaler", None)
-        if options.get("scale", "auto") == "auto":
-            options["scale"] = (
-                None
-                if native is None
-                else DynamicScale(
-                    native.get_scale(),
-                    native.get_growth_factor(),
-                    native.get_backoff_factor(),
-                    native.get_growth_interval(),
-                )
-            )
+        if options["scale"] == "auto":
+            names = ("get_scale", "get_growth_factor", "get_backoff_factor", "get_growth_interval")
+            scales = native is not None and native.is_enabled()
+            options["scale"] = DynamicScale(*(getattr(native, name)() for name in names)) if scales else None
         if type(strategy).__name__ == "ModelParallelStrategy":
             options.setdefault("mesh", strategy.device_mesh)
         self.control = _Control(*optimizers, model=model, **options)
@@ -120,7 +119,7 @@ class _ControlledPrecision:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss for the native plugin."""
-        _update_if_pending(self.control)
+        self.control.move_scale()
         self.has_loss = True
         return loss if self.scaler is not None else self.control.scale_loss(loss)
 
@@ -128,9 +127,8 @@ class _ControlledPrecision:
         """Steps one of the control's optimizers. With several, the scale moves before the next loss."""
         if not any(optimizer is own for own in self.control.optimizers):
             raise ValueError(
-                f"this {type(optimizer).__name__} does not belong to the GradientControl, which steps "
-                f"{len(self.control.optimizers)} optimizer(s). Pass all optimizers to control_for(); in a Trainer, "
-                "return them from configure_optimizers()."
+                f"this {type(optimizer).__name__} does not belong to the GradientControl. Pass all optimizers to "
+                "control_for(); in a Trainer, return them from configure_optimizers()."
             )
         self.has_loss = False
         if closure is not None:
@@ -181,9 +179,7 @@ class _TrainerPrecision(_ControlledPrecision):
             self.unscale(optimizer)
         native._after_closure(model, optimizer)
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        if kwargs:
-            raise TypeError(f"a GradientControl steps without {', '.join(kwargs)}: call optimizer.step(closure).")
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any]) -> Any:
         if _requires_closure(optimizer):
 
             def evaluate() -> Any:
@@ -225,10 +221,15 @@ class _FabricPrecision(_ControlledPrecision):
 
 
 class _Control(GradientControl):
-    """Moves the scale, which several optimizers delay, before its state is saved."""
+    """A control whose scale moves before the next loss or checkpoint: frameworks do not call `update`."""
+
+    def move_scale(self) -> None:
+        """Calls `update` after `step(only=)`."""
+        if any(phase.pending is not None for phase in self._phases):
+            self.update()
 
     def state_dict(self) -> dict[str, Any]:
-        _update_if_pending(self)
+        self.move_scale()
         return super().state_dict()
 
 
@@ -251,7 +252,9 @@ def control_for(fabric: Any, model: Any, optimizer: Any, *, scale: object = "aut
             "'b': model_b}, [optimizer_a, optimizer_b])."
         )
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    inner = [each.optimizer if type(each).__name__.startswith("Fabric") else each for each in given]
+    inner = [each.optimizer if _is_of_fabric(each) else each for each in given]
+    models = model.items() if isinstance(model, Mapping) else [("", model)]
+    model = {prefix: each.module if _is_of_fabric(each) else each for prefix, each in models}
     plugin = _controlled_copy(strategy.precision, _FabricPrecision)
     control: GradientControl = plugin.create_control(inner, model, strategy, scale=scale, **options)
     native_load = strategy.load_checkpoint
@@ -278,11 +281,7 @@ def control_for(fabric: Any, model: Any, optimizer: Any, *, scale: object = "aut
 
 
 def _controlled_copy(native: Any, kind: type[_ControlledPrecision]) -> Any:
-    """A copy of a precision plugin, without a control yet, of its class and `kind`.
-
-    Raises:
-        ValueError: the plugin has an `optimizer_step` of its own, as that of DeepSpeed.
-    """
+    """A copy of a precision plugin, of its class and `kind`; ValueError if it has its own `optimizer_step`."""
     native = getattr(native, "native", native)
     base = type(native)
     definer = next(each for each in base.__mro__ if "optimizer_step" in vars(each))
@@ -298,11 +297,6 @@ def _controlled_copy(native: Any, kind: type[_ControlledPrecision]) -> Any:
     return plugin
 
 
-def _update_if_pending(control: GradientControl) -> None:
-    if any(phase.pending is not None for phase in control._phases):
-        control.update()
-
-
 def _requires_closure(optimizer: Any) -> bool:
     """True for optimizers such as LBFGS, which evaluate the loss themselves."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -314,12 +308,5 @@ def _is_overridden(owner: Any, hook: str) -> bool:
     return not getattr(owner, hook).__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
 
 
-def _check_no_other(optimizers: Any) -> None:
-    """Raises ValueError if one of the optimizers has a control that this module has not created."""
-    for other in gc.get_objects():
-        is_other = issubclass(type(other), GradientControl) and not isinstance(other, _Control)
-        if is_other and any(optimizer is own for optimizer in other.optimizers for own in optimizers):
-            raise ValueError(
-                "an optimizer of the GradientControlCallback has a second GradientControl, and the Trainer does not "
-                "count its steps. Remove it and use the callback's `control`."
-            )
+def _is_of_fabric(wrapper: Any) -> bool:
+    return any(kind.__name__ in ("_FabricOptimizer", "_FabricModule") for kind in type(wrapper).__mro__)
