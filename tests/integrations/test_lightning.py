@@ -338,8 +338,8 @@ def test_two_epochs_with_a_schedule_by_epoch_and_a_second_fit():
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, loader())
     assert callback.control is not control
-    assert callback.control.outcome.step == task.STEPS
-    assert trainer.global_step == 3 * task.STEPS
+    assert callback.control.outcome.step == 3 * task.STEPS == trainer.global_step
+    assert callback.control.scale == 2.0**13  # Continued like Lightning's own scaler.
 
 
 def test_reduce_on_plateau_stays_what_it_is():
@@ -359,16 +359,39 @@ def test_reduce_on_plateau_stays_what_it_is():
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1
 
 
-def test_a_second_control_is_rejected():
+@pytest.mark.parametrize("scale", [None, "dynamic"])
+@pytest.mark.parametrize("optimizer", task.OPTIMIZERS)
+def test_a_second_control_is_rejected(optimizer, scale):
     def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        self.control = GradientControl(optimizer, scale=None)
-        optimizer.zero_grad()
+        if not hasattr(self, "control"):
+            self.control = GradientControl(self.optimizers(use_pl_optimizer=False), scale=scale)
+        self.control.zero_grad()
         self.control.backward(self.nets[0](batch[0]).mean())
         self.control.step()
 
-    with pytest.raises(ValueError, match="second GradientControl"):
-        fit(manual(training_step, count=1))
+    def configure_optimizers():
+        made = task.OPTIMIZERS[optimizer](module.parameters())
+        if optimizer == "ours":  # Whose steps bypass hooks.
+            module.control = GradientControl(made, scale=scale)
+        return made
+
+    module = manual(training_step, count=1)
+    module.configure_optimizers = configure_optimizers
+    with pytest.raises((ValueError, ScaleMisuse), match=r"has a GradientControl already|without the GradientControl"):
+        fit(module)
+
+
+@pytest.mark.parametrize("scale", [None, "dynamic"])
+def test_a_step_without_the_control_is_rejected(scale):
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.nets[0](batch[0]).mean())
+        self.optimizers(use_pl_optimizer=False).step()
+
+    with pytest.raises(ScaleMisuse, match=r"optimizer.step\(\)"):
+        fit(manual(training_step, count=1), callback=GradientControlCallback(scale=scale, clip=1.0))
+
+
+def test_a_second_callback_is_rejected():
     with pytest.raises(ValueError, match="several GradientControlCallbacks"):
         fit(Module(), callbacks=[GradientControlCallback()])
 

@@ -25,10 +25,6 @@ def control_for(framework: Any, model: Any, optimizer: Any, **options: Any) -> G
         model: the model that the framework returned, or a mapping from prefixes to models.
         optimizer: the optimizer that the framework returned; a list if there are several.
         options: arguments of GradientControl, such as `clip` and `record`.
-
-    Example:
-        model, optimizer = fabric.setup(model, optimizer)
-        control = control_for(fabric, model, optimizer, clip=1.0)
     """
     for kind in type(framework).__mro__:
         name = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
@@ -37,6 +33,5 @@ def control_for(framework: Any, model: Any, optimizer: Any, **options: Any) -> G
             return module.control_for(framework, model, optimizer, **options)  # type: ignore[no-any-return]
     raise TypeError(
         f"control_for() takes a lightning Fabric or an accelerate Accelerator, got {type(framework).__name__}. For a "
-        "lightning Trainer use gradilocks.integrations.lightning.GradientControlCallback; for a Transformers Trainer "
-        "gradilocks.integrations.transformers; for a training loop of your own GradientControl."
+        "lightning Trainer use gradilocks.integrations.lightning.GradientControlCallback."
     )

@@ -19,8 +19,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from gradilocks.clip import ClipByNorm, ClipByValue
 from gradilocks.control import GradientControl
 from gradilocks.dropin.clip_functions import clip_grad_norm_, clip_grad_value_
+from gradilocks.errors import ScaleMisuse
 from gradilocks.scale import DynamicScale
-from gradilocks.step.phase import Phase
+from gradilocks.step.phase import Phase, StepGuard
 
 try:
     from lightning.pytorch import Callback
@@ -28,9 +29,6 @@ except ImportError:
     from pytorch_lightning import Callback
 
 __all__ = ["GradientControlCallback", "control_for"]
-
-_NATIVE_STEPS = ("Precision", "MixedPrecision", "FSDPPrecision")
-"""Classes whose `optimizer_step` a control replaces completely."""
 
 
 class GradientControlCallback(Callback):  # type: ignore[misc]
@@ -60,8 +58,8 @@ class GradientControlCallback(Callback):  # type: ignore[misc]
             raise ValueError("the Trainer has several GradientControlCallbacks. Pass one with the options of all.")
         plugin = _controlled_copy(trainer.strategy.precision_plugin, _TrainerPrecision)
         options = dict(self._options)
-        is_native = not _is_overridden(pl_module, "configure_gradient_clipping")
-        plugin.clips_in_control = is_native and pl_module.automatic_optimization
+        is_manual = not pl_module.automatic_optimization
+        plugin.clips_in_control = not (is_manual or _is_overridden(pl_module, "configure_gradient_clipping"))
         if trainer.gradient_clip_val and plugin.clips_in_control:
             if options.get("clip") is not None:
                 raise ValueError(
@@ -70,27 +68,20 @@ class GradientControlCallback(Callback):  # type: ignore[misc]
                 )
             policy = ClipByValue if trainer.gradient_clip_algorithm == "value" else ClipByNorm
             options["clip"] = policy(float(trainer.gradient_clip_val))
-        # An earlier control closes its run file here, which the new one may continue.
-        self.control, trainer.strategy.precision_plugin = None, plugin
+        earlier = getattr(trainer.strategy.precision_plugin, "control", None)
+        state = None if earlier is None else earlier.state_dict()
+        for hook in () if earlier is None else earlier.hooks:
+            hook.remove()
+        # An earlier control closes its run file here, which the new one continues.
+        earlier, self.control, trainer.strategy.precision_plugin = None, None, plugin
         self.control = plugin.create_control(trainer.optimizers, trainer.strategy.model, trainer.strategy, **options)
+        if state is not None:
+            self.control.load_state_dict(state)
         readers = [pl_module, *(callback for callback in trainer.callbacks if callback is not self)]
         plugin.unscales_for_hooks = any(_is_overridden(reader, "on_before_optimizer_step") for reader in readers)
         for config in trainer.lr_scheduler_configs:
             if not isinstance(config.scheduler, ReduceLROnPlateau):
                 config.scheduler = self.control.scheduler(config.scheduler)
-        self._must_check = True
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Raises ValueError after the first batch if the module uses a control of its own."""
-        candidates = gc.get_objects() if self._must_check else ()
-        self._must_check = False
-        for other in candidates:
-            is_other = issubclass(type(other), GradientControl) and not isinstance(other, _Control)
-            if is_other and any(optimizer is own for optimizer in other.optimizers for own in trainer.optimizers):
-                raise ValueError(
-                    "an optimizer of the GradientControlCallback has a second GradientControl, and the Trainer does "
-                    "not count its steps. Remove it and use the callback's `control`."
-                )
 
 
 class _ControlledPrecision:
@@ -131,12 +122,8 @@ class _ControlledPrecision:
                 "control_for(); in a Trainer, return them from configure_optimizers()."
             )
         self.has_loss = False
-        if closure is not None:
-            self.control.step(closure)
-        elif len(self.control.optimizers) == 1:
-            self.control.step()
-        else:
-            self.control.step(only=optimizer)
+        has_others = closure is None and len(self.control.optimizers) > 1
+        self.control.step(closure, only=optimizer if has_others else None)
 
     def unscale(self, optimizer: Any) -> None:
         """Unscales the gradients of one optimizer, unless they are unscaled."""
@@ -170,14 +157,12 @@ class _TrainerPrecision(_ControlledPrecision):
     """True if a hook reads the gradients before the step."""
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        native: Any = super()
-        return native.pre_backward(self.scale_loss(tensor), module)  # type: ignore[no-any-return]
+        return super().pre_backward(self.scale_loss(tensor), module)  # type: ignore[misc, no-any-return]
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
-        native: Any = super()
         if self.unscales_for_hooks:
             self.unscale(optimizer)
-        native._after_closure(model, optimizer)
+        super()._after_closure(model, optimizer)  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any]) -> Any:
         if _requires_closure(optimizer):
@@ -209,8 +194,7 @@ class _FabricPrecision(_ControlledPrecision):
     """The methods that Fabric calls."""
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        native: Any = super()
-        native.backward(self.scale_loss(tensor), model, *args, **kwargs)
+        super().backward(self.scale_loss(tensor), model, *args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None and _requires_closure(optimizer):
@@ -220,8 +204,29 @@ class _FabricPrecision(_ControlledPrecision):
         return result
 
 
+class _Guard(StepGuard):
+    """A step pre-hook that rejects every step that does not come from the control."""
+
+    def __call__(self, *_: Any) -> None:
+        phase = self._phase()
+        if phase is not None and not phase.is_stepping:
+            raise ScaleMisuse(
+                "optimizer.step() without the GradientControl. Remove any other control, and step the optimizer that "
+                "self.optimizers() or fabric.setup() returns."
+            )
+
+
 class _Control(GradientControl):
     """A control whose scale moves before the next loss or checkpoint: frameworks do not call `update`."""
+
+    def __init__(self, *optimizers: Any, **options: Any) -> None:
+        super().__init__(*optimizers, **options)
+        found = [each for each in gc.get_objects() if issubclass(type(each), GradientControl)]
+        others = [optimizer for each in found if type(each) is not _Control for optimizer in each.optimizers]
+        if any(optimizer is own for optimizer in others for own in optimizers):
+            raise ValueError("the optimizer has a GradientControl already, which would step it beside this one.")
+        pairs = zip(optimizers, self._phases, strict=True)
+        self.hooks = [optimizer.register_step_pre_hook(_Guard(phase)) for optimizer, phase in pairs]
 
     def move_scale(self) -> None:
         """Calls `update` after `step(only=)`."""
@@ -239,17 +244,13 @@ def control_for(fabric: Any, model: Any, optimizer: Any, *, scale: object = "aut
     `fabric.clip_gradients` is for controls without `clip`. It does not raise for NaN or Inf; the step is skipped.
 
     Args:
-        fabric: the Fabric.
-        model: the model that `fabric.setup` returned, or a mapping from prefixes to models.
-        optimizer: the optimizer that `fabric.setup` returned; a list if there are several.
-        scale: as in GradientControlCallback.
-        options: further arguments of GradientControl.
+        fabric, model, optimizer, options: as for `gradilocks.integrations.control_for`.
+        scale: as for GradientControlCallback.
     """
     strategy = fabric.strategy
     if isinstance(strategy.precision, _ControlledPrecision):
         raise ValueError(
-            "this Fabric has a GradientControl. Pass all optimizers in one call: control_for(fabric, {'a': model_a, "
-            "'b': model_b}, [optimizer_a, optimizer_b])."
+            "this Fabric has a GradientControl. Pass all optimizers in one call: control_for(fabric, model, [a, b])."
         )
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     inner = [each.optimizer if _is_of_fabric(each) else each for each in given]
@@ -285,7 +286,7 @@ def _controlled_copy(native: Any, kind: type[_ControlledPrecision]) -> Any:
     native = getattr(native, "native", native)
     base = type(native)
     definer = next(each for each in base.__mro__ if "optimizer_step" in vars(each))
-    if definer.__name__ not in _NATIVE_STEPS:
+    if definer.__name__ not in ("Precision", "MixedPrecision", "FSDPPrecision"):
         raise ValueError(
             f"{definer.__name__} steps the optimizer in its own way, which a GradientControl cannot replace. Use "
             "precision='32-true', 'bf16-mixed' or '16-mixed'. `gradilocks run` records such a script."
