@@ -7,9 +7,7 @@ under DDP, on the second alone under FSDP2, where each holds a part.
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,12 +30,6 @@ def _prepare(rank):
     os.environ.update({name: str(value) for name, value in variables.items()})
     for text in (*task.WARNINGS, ".*torch.distributed._composable", "You have overridden", ".*FSDP"):
         warnings.filterwarnings("ignore", text)
-
-
-def _folder():
-    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(names, src=0)
-    return Path(names[0])
 
 
 def _spoil(net, step):
@@ -104,18 +96,13 @@ def _fit(rank, strategy, *, max_steps=-1, ckpt_path=None, save=None, **options):
     return _whole(module), callback.control.state_dict(), outcomes
 
 
-def trainer(rank, strategy):
+def trainer(rank, strategy, folder):
+    """A training to compare with one process, a whole one, and one that was stopped after three steps and resumed."""
     _prepare(rank)
-    return _fit(rank, strategy, scale="dynamic", clip=CLIP)
-
-
-def trainer_resumed(rank, strategy):
-    """A training that was stopped after three steps and resumed, and one that was not."""
-    _prepare(rank)
-    whole = _fit(rank, strategy, **POLICIES)
-    path = _folder() / "three.ckpt"
+    path = folder / "three.ckpt"
+    compared, whole = _fit(rank, strategy, scale="dynamic", clip=CLIP), _fit(rank, strategy, **POLICIES)
     _fit(rank, strategy, max_steps=3, save=path, **POLICIES)
-    return whole, _fit(rank, strategy, ckpt_path=path, **POLICIES)
+    return compared, whole, _fit(rank, strategy, ckpt_path=path, **POLICIES)
 
 
 def _fabric(rank, strategy, first=0, last=task.STEPS, *, load=None, save=None, max_norm=None, **options):
@@ -151,14 +138,10 @@ def _fabric(rank, strategy, first=0, last=task.STEPS, *, load=None, save=None, m
     return _whole(net), control.state_dict(), outcomes
 
 
-def fabric(rank, strategy):
+def fabric(rank, strategy, folder):
+    """The same with Fabric, which clips by `fabric.clip_gradients` in the first training."""
     _prepare(rank)
-    return _fabric(rank, strategy, scale="dynamic", max_norm=CLIP)
-
-
-def fabric_resumed(rank, strategy):
-    _prepare(rank)
-    whole = _fabric(rank, strategy, **POLICIES)
-    path = _folder() / "three"
+    path = folder / "three"
+    compared, whole = _fabric(rank, strategy, scale="dynamic", max_norm=CLIP), _fabric(rank, strategy, **POLICIES)
     _fabric(rank, strategy, last=3, save=path, **POLICIES)
-    return whole, _fabric(rank, strategy, first=3, load=path, **POLICIES)
+    return compared, whole, _fabric(rank, strategy, first=3, load=path, **POLICIES)

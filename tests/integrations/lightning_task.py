@@ -119,9 +119,11 @@ def schedule(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
 
 
-def native(optimizer, *, precision="32-true", accumulate=1, with_schedule=False, bad=BAD, dtype=None, **options):
+def native(
+    optimizer, *, precision="32-true", accumulate=1, with_schedule=False, bad=BAD, dtype=None, seed=3, **options
+):
     """Weights, rates, control and skips of a plain loop. Fabric converts the batches to `dtype`."""
-    model = Network()
+    model = Network(seed)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     control = GradientControl(optimizer, model=model, **options)
     scheduler = control.scheduler(schedule(optimizer)) if with_schedule else None

@@ -95,8 +95,7 @@ def test_two_clips_are_rejected():
 @pytest.mark.parametrize("scale", [None, "dynamic"])
 def test_two_optimizers(scale):
     fabric, nets = fabric_of(), [task.Network(seed) for seed in range(2)]
-    sgd = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in nets]
-    pairs = [fabric.setup(net, optimizer) for net, optimizer in zip(nets, sgd, strict=True)]
+    pairs = [fabric.setup(net, task.OPTIMIZERS["sgd"](net.parameters())) for net in nets]
     modules, optimizers = zip(*pairs, strict=True)
     control = control_for(fabric, {"a": modules[0], "b": modules[1]}, list(optimizers), scale=scale)
     for (rows,) in task.steps_of(task.rows()):
@@ -105,39 +104,8 @@ def test_two_optimizers(scale):
             fabric.backward(module(rows).mean())
             optimizer.step()
     assert control.state_dict()["gradilocks"]["steps"] == 2 * task.STEPS
-    for module, seed in zip(modules, range(2), strict=True):
-        net = task.Network(seed)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-        plain = GradientControl(optimizer, model=net, scale=scale)
-        for (rows,) in task.steps_of(task.rows()):
-            plain.zero_grad()
-            plain.backward(net(rows).mean())
-            plain.step()
-        assert_same(weights(module), weights(net), clip=None)
-
-
-def test_lbfgs_takes_the_closure():
-    fabric, net, plain = fabric_of(), task.Network(), task.Network()
-    module, optimizer = fabric.setup(net, torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3))
-    control_for(fabric, module, optimizer, scale="dynamic")
-    native_optimizer = torch.optim.LBFGS(plain.parameters(), lr=0.1, max_iter=3)
-    for (rows,) in task.steps_of(task.rows(bad=None)):
-
-        def closure(rows=rows):
-            optimizer.zero_grad()
-            loss = module(rows).mean()
-            fabric.backward(loss)
-            return loss
-
-        def native_closure(rows=rows):
-            native_optimizer.zero_grad()
-            loss = plain(rows).mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        native_optimizer.step(native_closure)
-    assert_same(weights(module), weights(plain), clip=CLIP)
+    for seed, module in enumerate(modules):
+        assert_same(weights(module), native("sgd", scale=scale, seed=seed)[0], clip=None)
 
 
 def test_save_and_load_continue_bit_for_bit(tmp_path):
@@ -187,19 +155,12 @@ def test_a_trainer_is_rejected():
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("program", [lightning_ranks.trainer, lightning_ranks.fabric])
-def test_two_ranks_train_like_one(program, strategy):
+def test_two_ranks_train_like_one_and_resume_bit_for_bit(program, strategy, tmp_path):
     expected, *_ = native("fused adamw", scale="dynamic", clip=CLIP)
     name = "net.middle.weight" if program is lightning_ranks.trainer else "middle.weight"
-    for trained, state, outcomes in world(2).run(program, strategy):
+    for (trained, state, outcomes), whole, resumed in world(2).run(program, strategy, tmp_path):
         torch.testing.assert_close(trained, expected, rtol=1e-5, atol=1e-6)
         assert state["scale"] == 2.0**15
         assert outcomes == [(step == task.BAD, (name,) if step == task.BAD else ()) for step in range(task.STEPS)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("program", [lightning_ranks.trainer_resumed, lightning_ranks.fabric_resumed])
-def test_two_ranks_resume_bit_for_bit(program, strategy):
-    for whole, resumed in world(2).run(program, strategy):
         assert_same(resumed[0], whole[0], clip=None)
         assert str(resumed[1]) == str(whole[1])

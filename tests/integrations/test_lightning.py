@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from gradilocks import ClipByNorm, ClipByValue, GradientControl, HeadroomScale, ZScoreClip
-from gradilocks.errors import NeverFinite, ScaleMisuse
+from gradilocks.errors import ScaleMisuse
 from gradilocks.integrations.lightning import GradientControlCallback
 from gradilocks.record import Recorder
 from gradilocks.view.runfile import read
@@ -176,7 +176,7 @@ def manual(training_step, count=2):
             self.nets = nn.ModuleList(task.Network(seed) for seed in range(count))
 
         def configure_optimizers(self):
-            return [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in self.nets]
+            return [task.OPTIMIZERS["sgd"](net.parameters()) for net in self.nets]
 
     Manual.training_step = training_step
     return Manual()
@@ -204,15 +204,8 @@ def backward_first(self, batch, batch_idx):
 def test_manual_optimization_of_two_optimizers(training_step, scale):
     module = manual(training_step)
     control, trainer = fit(module, callback=GradientControlCallback(scale=scale))
-    nets = [task.Network(seed) for seed in range(2)]
-    for net in nets:
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-        for (rows,) in task.steps_of(task.rows()):
-            optimizer.zero_grad()
-            net(rows).mean().backward()
-            if all(param.grad.isfinite().all() for param in net.parameters()):
-                optimizer.step()
-    assert_same(weights(module), [weight for net in nets for weight in weights(net)], clip=None)
+    for seed, net in enumerate(module.nets):
+        assert_same(weights(net), native("sgd", scale=scale, seed=seed)[0], clip=None)
     assert trainer.global_step == 2 * task.STEPS
     if scale is not None:
         assert control.scale == (2.0**14 if training_step is alternating else 2.0**15)
@@ -243,21 +236,15 @@ def test_lbfgs_takes_the_closure():
     def configure_optimizers():
         return torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
 
-    module, net = Module(), task.Network()
-    module.configure_optimizers = configure_optimizers
-    control, trainer = fit(module, loader(bad=None), GradientControlCallback(scale="dynamic"))
-    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
-    for (rows,) in task.steps_of(task.rows(bad=None)):
-
-        def closure(rows=rows):
-            optimizer.zero_grad()
-            loss = net(rows).mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    assert_same(weights(module), weights(net), clip=CLIP)
-    assert trainer.global_step == task.STEPS == control.outcome.step
+    trained = []
+    for callbacks in ([], [GradientControlCallback(scale="dynamic")]):
+        module = Module()
+        module.configure_optimizers, module.on_train_batch_end = configure_optimizers, lambda *_: None
+        trainer = pl.Trainer(**QUIET, callbacks=callbacks)
+        trainer.fit(module, loader(bad=None))
+        trained.append(weights(module))
+    assert_same(*trained, clip=CLIP)
+    assert trainer.global_step == task.STEPS == callbacks[0].control.outcome.step
 
 
 @pytest.mark.parametrize("scale", [None, "dynamic"])
@@ -396,15 +383,6 @@ def test_a_second_callback_is_rejected():
         fit(Module(), callbacks=[GradientControlCallback()])
 
 
-def test_a_loss_that_is_not_scaled_is_rejected():
-    def training_step(self, batch, batch_idx):
-        self.nets[0](batch[0]).mean().backward()
-        self.optimizers().step()
-
-    with pytest.raises(ScaleMisuse, match="without a scaled loss"):
-        fit(manual(training_step, count=1), callback=GradientControlCallback(scale="dynamic"))
-
-
 def test_a_plugin_with_a_step_of_its_own_is_rejected():
     class Own(pl.plugins.Precision):
         def optimizer_step(self, optimizer, model, closure, **kwargs):
@@ -412,15 +390,6 @@ def test_a_plugin_with_a_step_of_its_own_is_rejected():
 
     with pytest.raises(ValueError, match="Own steps the optimizer in its own way"):
         fit(Module(), plugins=[Own()])
-
-
-def test_giving_up_ends_the_training():
-    class AlwaysBad(Module):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) * torch.inf
-
-    with pytest.raises(NeverFinite):
-        fit(AlwaysBad(), callback=GradientControlCallback(give_up_after=3))
 
 
 def test_a_run_file_is_continued_by_a_resumed_training(tmp_path):

@@ -1,7 +1,6 @@
 """Lightning: a GradientControl in the Trainer (`GradientControlCallback`) and in Fabric (`control_for`).
 
-Both replace the precision plugin by a copy that scales the loss with the control and steps through it. Everything else
-of the plugin, such as autocast, stays.
+Both replace the precision plugin by a copy that scales the loss with the control and steps through it.
 """
 
 from __future__ import annotations
@@ -205,11 +204,12 @@ class _FabricPrecision(_ControlledPrecision):
 
 
 class _Guard(StepGuard):
-    """A step pre-hook that rejects every step that does not come from the control."""
+    """Rejects steps without the control, except with lr=0: torch.distributed.checkpoint creates state that way."""
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, optimizer: Any, *_: Any) -> None:
         phase = self._phase()
-        if phase is not None and not phase.is_stepping:
+        is_foreign = phase is not None and not phase.is_stepping
+        if is_foreign and any(group.get("lr", 1.0) for group in optimizer.param_groups):
             raise ScaleMisuse(
                 "optimizer.step() without the GradientControl. Remove any other control, and step the optimizer that "
                 "self.optimizers() or fabric.setup() returns."
@@ -222,8 +222,8 @@ class _Control(GradientControl):
     def __init__(self, *optimizers: Any, **options: Any) -> None:
         super().__init__(*optimizers, **options)
         found = [each for each in gc.get_objects() if issubclass(type(each), GradientControl)]
-        others = [optimizer for each in found if type(each) is not _Control for optimizer in each.optimizers]
-        if any(optimizer is own for optimizer in others for own in optimizers):
+        others = [getattr(each, "optimizers", ()) for each in found if type(each) is not _Control]
+        if any(optimizer is own for each in others for optimizer in each for own in optimizers):
             raise ValueError("the optimizer has a GradientControl already, which would step it beside this one.")
         pairs = zip(optimizers, self._phases, strict=True)
         self.hooks = [optimizer.register_step_pre_hook(_Guard(phase)) for optimizer, phase in pairs]
