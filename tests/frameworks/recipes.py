@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
-RUN_HERE = "`make test-frameworks` runs it.*"
 BAD = 5
 """Index of the batch whose loss is Inf, where one is planted."""
 
@@ -19,8 +18,7 @@ def recipe(framework: str) -> dict[str, Any]:
     """Runs the blocks of a section that this environment runs; returns their names."""
     text = PAGE.read_text(encoding="utf-8")
     (section,) = re.findall(rf"^## {framework}\n(.*?)(?=^## |\Z)", text, flags=re.M | re.S)
-    blocks = [code for lead, code in re.findall(r"([^\n]*)\n\n```python\n(.*?)^```", section, flags=re.M | re.S)
-              if lead.endswith(RUN_HERE)]  # fmt: skip
+    blocks = re.findall(r"`make test-frameworks` runs it\.\*\n\n```python\n(.*?)^```", section, flags=re.M | re.S)
     assert blocks, f"no block of {framework} is run here"
     torch.manual_seed(0)
     namespace: dict[str, Any] = {}

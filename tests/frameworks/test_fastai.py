@@ -102,9 +102,3 @@ def test_the_state_carries_over_to_the_next_fit_and_the_learner_can_be_pickled(p
     learn.remove_cb(watch)
     learn.dls = None  # As `learn.export` does.
     assert_equal(weights(pickle.loads(pickle.dumps(learn)).model), weights(learn.model), is_exact=True)
-
-
-def test_bfloat16_needs_no_scale(precision):
-    _, watch = learner(precision("bf16", scale=None, clip=1.0), bad=BAD)
-    assert [outcome.skipped for outcome in watch.outcomes] == [index == BAD for index in range(10)]
-    assert {outcome.scale for outcome in watch.outcomes} == {1.0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ignite.engine import Events, create_supervised_trainer
+from ignite.engine import create_supervised_trainer
 from ignite.handlers import Checkpoint
 from recipes import BAD, PlantedLoss, assert_equal, batches, network, recipe, weights
 from timm.utils import NativeScaler
@@ -111,39 +111,3 @@ def test_a_training_resumes_bit_for_bit(framework):
     second.run(7)
     assert_equal(weights(second.model), weights(whole.model), is_exact=True)
     assert second.outcomes[-1].step == 10
-
-
-@frameworks
-def test_states_of_torch_and_of_a_control_are_interchangeable(framework):
-    for source, target in ((True, False), (False, True)):
-        first = Training(framework, has_control=source, bad=BAD).run()
-        second = Training(framework, has_control=target)
-        second.state.load_state_dict(first.state.state_dict())
-        assert second.scaler.get_scale() == 32768.0
-
-
-def test_clipping_of_timm_and_of_the_control_may_be_combined():
-    ours = Training("timm", has_control=True, clip=0.5)
-    ours.clip = 1.0  # timm's --clip-grad
-    ours.run()
-    assert [outcome.norm for outcome in ours.outcomes] == pytest.approx([1.0] * 10, rel=1e-5)
-    assert all(outcome.limit == 0.5 for outcome in ours.outcomes)
-
-
-def test_need_update_adds_gradients_up():
-    ours = Training("timm", has_control=True)
-    for index, (inputs, targets) in enumerate(batches()):
-        loss = ours.loss(ours.model(inputs), targets) / 2
-        ours.state(loss, ours.optimizer, need_update=index % 2 == 1)
-        if index % 2:
-            ours.optimizer.zero_grad()
-    assert ours.control.outcome.step == 5
-
-
-def test_events_of_ignite_see_the_outcome():
-    ours = Training("ignite", has_control=True, bad=BAD)
-    trainer = create_supervised_trainer(ours.model, ours.optimizer, ours.loss, amp_mode="amp", scaler=ours.scaler)
-    skipped = []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: skipped.append(ours.control.outcome.skipped))
-    trainer.run(batches())
-    assert skipped == [index == BAD for index in range(10)]
