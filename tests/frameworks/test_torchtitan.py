@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from recipes import assert_equal, network, recipe, weights
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.distributed import utils as dist_utils
 
@@ -109,6 +110,25 @@ def test_a_bad_step_is_skipped_and_the_schedule_waits(implementation, factor, cl
     whole = TinyTrainer().train(range(STEPS))
     assert ours.rates == whole.rates[:BAD] + whole.rates[BAD - 1 : -1]
     assert ours.norms[BAD] == pytest.approx(outcomes[BAD].norm, nan_ok=True)
+
+
+def test_the_host_reads_nothing_before_the_decision_is_applied():
+    """A host read of a tensor would wait for a GPU."""
+
+    class HostReads(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            assert "local_scalar" not in str(function)
+            return function(*args, **(kwargs or {}))
+
+    ours = TinyTrainer(bad=BAD)
+    control = control_for(ours, clip=chain(SkipSpikes(min_history=3), 1.0))
+    for ours.step in (BAD - 1, BAD):
+        ours.optimizers.zero_grad()
+        ours.forward_backward_step(input_dict={}, labels=None, global_valid_tokens=1)
+        with HostReads():
+            dist_utils.clip_grad_norm_(ours.model_parts[0].parameters(), 1.0)
+            ours.optimizers.step()
+    assert control.outcome.skipped
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
