@@ -33,7 +33,7 @@ FRAMEWORKS := .venv-frameworks
 FRAMEWORKS_DEV := $(FRAMEWORKS)/dev.stamp
 FRAMEWORKS_NEED := numpy pytest pytest-xdist pytorch-ignite \
   cloudpickle fastcore fastdownload fastprogress fasttransform matplotlib pandas pillow pyyaml \
-  requests scikit-learn scipy huggingface_hub safetensors spmd_types tyro
+  requests scikit-learn scipy huggingface_hub safetensors spmd_types tyro tensorboard tokenizers torchdata triton
 
 # If the interpreter is gone (an upgrade of the system's Python), nothing counts as installed.
 $(shell test -x $(BIN)/python || rm -f $(RUNTIME) $(DEV))
@@ -55,7 +55,7 @@ test: lint types docs ## everything that must hold: lint, format, types, site, t
 
 test-frameworks: $(DEV) $(FRAMEWORKS_DEV) ## all framework tests; fastai, timm, Ignite, torchtitan in an own environment
 	@$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not gpu' tests/integrations $(ARGS)
-	@OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -n $(WORKERS) tests/frameworks $(ARGS)
+	@OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/frameworks $(ARGS)
 
 quick: lint types ## while working: lint, types and the fast tests, under half a minute
 	@$(PYTEST) -n $(WORKERS) -q -m 'not gpu and not ranks and not long and not slow' $(QUICK) $(ARGS)

@@ -17,6 +17,20 @@ def test_only_fused_steps_of_torch_and_ours_get_amp_arguments(name):
     assert can_bypass_step(optimizer) == name.startswith("own")
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_a_fused_step_may_be_chosen_in_the_param_groups(kind):
+    """As torchtitan does. torch sets its flag `_step_supports_amp_scaling` only for `fused=True` in the constructor."""
+    param = parameter(1.0)
+    optimizer = kind([{"params": [param], "fused": True}], lr=0.1)
+    assert uses_amp_arguments(optimizer)
+    param.grad = torch.full_like(param, torch.inf)
+    before = param.detach().clone()
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), None
+    optimizer.step()
+    assert torch.equal(param, before)
+    assert not uses_amp_arguments(kind([{"params": [parameter(1.0)], "fused": True}, {"params": [parameter(1.0)]}]))
+
+
 def test_a_wrapped_or_overridden_step_is_not_taken_for_torchs():
     class Mine(torch.optim.AdamW):
         def step(self, closure=None):

@@ -14,7 +14,7 @@ from gradilocks.optim.optimizers import SinglePassOptimizer
 from gradilocks.step.decide import Decision
 from gradilocks.step.gradients import device_indices
 from gradilocks.step.phase import StepGuard
-from gradilocks.torch_private import has_other_hooks, supports_amp_scaling
+from gradilocks.torch_private import has_other_hooks
 
 __all__ = ["amp_arguments", "apply_in_place", "can_bypass_step", "update", "uses_amp_arguments"]
 
@@ -120,8 +120,8 @@ def uses_amp_arguments(optimizer: Any) -> bool:
     step = _step_function(optimizer)
     if step is _OWN_STEP:
         return True
-    is_fused = supports_amp_scaling(optimizer) and all(group.get("fused") for group in optimizer.param_groups)
-    return is_fused and step in _FUSED_STEPS
+    # torch's flag for this is unset if `fused` was given in the param groups, as torchtitan does.
+    return step in _FUSED_STEPS and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def can_bypass_step(optimizer: Any) -> bool:
