@@ -147,7 +147,7 @@ class _Methods:
         """
         control = self._control
         given = {id(parameter) for parameter in _listed(parameters)}
-        covered = [optimizer for optimizer in control.optimizers if _with_gradients(optimizer) <= given]
+        covered = [optimizer for optimizer in control.optimizers if _trainable(optimizer) <= given]
         if len(covered) != 1:
             raise ValueError(
                 f"clip_grad_norm_() got all parameters of {len(covered)} optimizers. The control clips the gradients "
@@ -252,9 +252,9 @@ def _creates_state(optimizer: Any) -> bool:
     return all(float(group["lr"]) == 0.0 for group in optimizer.param_groups)
 
 
-def _with_gradients(optimizer: Any) -> set[int]:
+def _trainable(optimizer: Any) -> set[int]:
     params = (param for group in optimizer.param_groups for param in group["params"])
-    return {id(param) for param in params if param.grad is not None}
+    return {id(param) for param in params if param.requires_grad}
 
 
 def _listed(value: Any) -> list[Any]:

@@ -52,7 +52,7 @@ class GradientControlMixin(_Trainer):  # type: ignore[misc]
                 "this Trainer has no control yet. It is created by train(), in create_scheduler(); an override of that "
                 "method must call super().create_scheduler(...)."
             )
-        return self.optimizer.control  # type: ignore[no-any-return]
+        return self.optimizer.control
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Creates the scheduler, and the control if the optimizer is prepared."""
@@ -92,7 +92,7 @@ class GradientControlMixin(_Trainer):  # type: ignore[misc]
         super().log(logs, *args, **kwargs)
 
 
-class GradientControlTrainer(GradientControlMixin, Trainer):
+class GradientControlTrainer(GradientControlMixin, Trainer):  # type: ignore[misc]
     """`transformers.Trainer` whose steps are taken by a GradientControl; see GradientControlMixin.
 
     Example:

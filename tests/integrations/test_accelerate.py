@@ -1,0 +1,495 @@
+"""Accelerate loops with `control_for`, compared with loops of GradientControl and of Accelerate alone."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from planted_overflow import (
+    BAD_STEP,
+    CLIP,
+    CULPRIT,
+    OPTIMIZERS,
+    STEPS,
+    Network,
+    assert_same,
+    batches,
+    weights,
+)
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from gradilocks import ClipByNorm, ClipByValue, DynamicScale, GradientControl, QuantileClip, chain
+from gradilocks.errors import NonFiniteGradient
+from ranks.rank_world import world
+
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from accelerate import Accelerator, DistributedType  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.utils import GradScalerKwargs, find_executable_batch_size  # noqa: E402
+
+from gradilocks.integrations.accelerate import control_for  # noqa: E402
+
+PRECISIONS = ("no", "bf16", "fp16")
+each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+each_precision = pytest.mark.parametrize("precision", PRECISIONS)
+each_accumulation = pytest.mark.parametrize("accumulate", [1, 2])
+
+
+def new_accelerator(precision="no", accumulate=1, **settings):
+    """An Accelerator that shares no state with those before. On a CPU, fp16 autocasts to float16 and scales."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    is_float16 = precision == "fp16"
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="no" if is_float16 else precision,
+        gradient_accumulation_steps=accumulate,
+        **settings,
+    )
+    if is_float16:  # Accelerate does this on a GPU only.
+        accelerator.state._mixed_precision = "fp16"
+        accelerator.native_amp = True
+        handler = accelerator.scaler_handler
+        accelerator.scaler = torch.amp.GradScaler("cpu", **({} if handler is None else handler.to_kwargs()))
+    return accelerator
+
+
+def inverse(optimizer):
+    """A schedule that shows how often it has advanced: the first rate divided by 1, 2, 3, ..."""
+    return LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+class Loop:
+    """The training loop of Accelerate's documentation, and what it sees after each step."""
+
+    def __init__(self, accelerator, make, *, max_norm=None, control=True, **options):
+        self.accelerator, self.max_norm = accelerator, max_norm
+        network = Network()
+        optimizer = make(network.parameters())
+        self.model, self.optimizer, self.scheduler = accelerator.prepare(network, optimizer, inverse(optimizer))
+        self.control = control_for(accelerator, self.model, self.optimizer, **options) if control else None
+        self.norms, self.skipped, self.rates, self.outcomes = [], [], [], []
+
+    def run(self, rows):
+        accelerator = self.accelerator
+        for batch in rows:
+            with accelerator.accumulate(self.model):
+                accelerator.backward(self.model(batch).mean())
+                if accelerator.sync_gradients and self.max_norm is not None:
+                    norm = accelerator.clip_grad_norm_(self.model.parameters(), self.max_norm)
+                    self.norms.append(norm.item())
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                self.skipped.append(accelerator.optimizer_step_was_skipped)
+                self.rates.append(self.optimizer.param_groups[0]["lr"])
+                self.outcomes.append(self.control.outcome if self.control else None)
+        return self
+
+    @property
+    def weights(self):
+        return weights(self.model)
+
+
+def control_loop(make, rows, *, precision="no", accumulate=1, **options):
+    """The same training with a GradientControl alone: its parameters and norms."""
+    model = Network()
+    optimizer = make(model.parameters())
+    control = GradientControl(optimizer, model=model, scale="dynamic" if precision == "fp16" else None, **options)
+    scheduler = control.scheduler(inverse(optimizer))
+    dtype = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    norms = []
+    for step in range(len(rows) // accumulate):
+        for batch in rows[step * accumulate : (step + 1) * accumulate]:
+            with torch.autocast("cpu", dtype, enabled=precision != "no"):
+                loss = model(batch)
+            control.backward(loss.mean() / accumulate)
+        norms.append(control.step().norm)
+        scheduler.step()
+        control.zero_grad()
+    return weights(model), norms
+
+
+@each_optimizer
+@each_precision
+@each_accumulation
+def test_without_a_clip_the_parameters_are_those_of_a_control_bit_for_bit(make, precision, accumulate):
+    rows = batches(accumulate=accumulate)
+    expected, _ = control_loop(make, rows, precision=precision, accumulate=accumulate)
+    loop = Loop(new_accelerator(precision, accumulate), make).run(rows)
+    assert_same(loop.weights, expected)
+    assert loop.control.outcome.step == STEPS
+
+
+@each_optimizer
+@each_precision
+@each_accumulation
+def test_with_a_clip_parameters_and_norms_are_those_of_a_control(make, precision, accumulate):
+    rows = batches(accumulate=accumulate)
+    expected, norms = control_loop(make, rows, precision=precision, accumulate=accumulate, clip=CLIP)
+    loop = Loop(new_accelerator(precision, accumulate), make, max_norm=CLIP, clip=CLIP).run(rows)
+    assert_same(loop.weights, expected, tolerance=1e-6)
+    del loop.norms[BAD_STEP], norms[BAD_STEP]  # NaN or Inf
+    assert loop.norms == pytest.approx(norms, rel=1e-6)
+    assert [outcome.clipped for outcome in loop.outcomes] == [not o.skipped and o.norm > CLIP for o in loop.outcomes]
+    assert any(outcome.clipped for outcome in loop.outcomes)
+
+
+@each_optimizer
+@each_precision
+@pytest.mark.parametrize("max_norm", [None, CLIP])
+def test_finite_training_is_that_of_accelerate_alone(make, precision, max_norm):
+    native = Loop(new_accelerator(precision), make, max_norm=max_norm, control=False).run(batches(bad=None))
+    loop = Loop(new_accelerator(precision), make, max_norm=max_norm, clip=max_norm).run(batches(bad=None))
+    assert_same(loop.weights, native.weights, tolerance=0.0 if max_norm is None else 1e-6)
+    assert loop.norms == pytest.approx(native.norms, rel=1e-5)
+    assert loop.rates == native.rates
+
+
+@each_optimizer
+@each_precision
+@each_accumulation
+def test_one_overflow_is_one_skip_with_the_right_flag_culprit_and_schedule(make, precision, accumulate):
+    loop = Loop(new_accelerator(precision, accumulate), make).run(batches(accumulate=accumulate))
+    assert loop.skipped == [step == BAD_STEP for step in range(STEPS)]
+    assert [outcome.skipped for outcome in loop.outcomes] == loop.skipped
+    bad = loop.outcomes[BAD_STEP]
+    assert bad.culprits[0] == CULPRIT  # Later ones in backward order: `first` is upstream of it.
+    first_rate = make([nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"]
+    assert loop.rates == pytest.approx([first_rate / n for n in (2, 3, 3, 4, 5, 6)])
+
+
+def test_accelerate_alone_reports_no_skip_of_a_fused_optimizer():
+    """The reason for ControlledOptimizer; once this fails, Accelerate has repaired it."""
+    loop = Loop(new_accelerator("fp16"), OPTIMIZERS["fused"], control=False).run(batches())
+    assert not any(loop.skipped)
+
+
+def test_the_schedule_does_not_read_the_skip_flag_at_every_step(monkeypatch):
+    loop = Loop(new_accelerator(), OPTIMIZERS["ours"])
+    kind = type(loop.optimizer)
+    monkeypatch.setattr(kind, "step_was_skipped", property(lambda self: pytest.fail("the flag was read")))
+    loop.accelerator.backward(loop.model(batches()[0]).mean())
+    loop.optimizer.step()
+    loop.scheduler.step()
+    assert loop.scheduler.get_last_lr() == [0.005]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_scheduler_of_the_prepared_optimizer_waits_for_skipped_steps(when):
+    """Many scripts create the scheduler from the optimizer that prepare() returned, before or after control_for()."""
+    accelerator = new_accelerator()
+    model, optimizer = Network(), None
+    model, optimizer = accelerator.prepare(model, OPTIMIZERS["fused"](model.parameters()))
+    if when == "before":
+        scheduler = accelerator.prepare(inverse(optimizer))
+    control_for(accelerator, model, optimizer)
+    if when == "after":
+        scheduler = accelerator.prepare(inverse(optimizer))
+    rates = []
+    for batch in batches():
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        rates.append(round(0.01 / optimizer.param_groups[0]["lr"]))
+    assert rates == [2, 3, 3, 4, 5, 6]
+
+
+@each_precision
+def test_code_after_clip_grad_norm_reads_unscaled_gradients(precision):
+    seen = []
+    for control in (False, True):
+        loop = Loop(
+            new_accelerator(precision), OPTIMIZERS["fused"], control=control, **({"clip": 1e6} if control else {})
+        )
+        loop.accelerator.backward(loop.model(batches()[0]).mean())
+        loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1e6)
+        seen.append([param.grad.clone() for param in loop.model.parameters()])
+    assert_same(seen[1], seen[0])
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@each_optimizer
+@each_precision
+def test_a_saved_state_resumes_bit_for_bit(make, precision, tmp_path):
+    rows, options = batches(), {"clip": QuantileClip(0.5, window=4, warmup=1)}
+    whole = Loop(new_accelerator(precision), make, **options).run(rows)
+    first = Loop(new_accelerator(precision), make, **options).run(rows[:4])
+    first.accelerator.save_state(str(tmp_path / "state"))
+    second = Loop(new_accelerator(precision), make, **options)
+    second.accelerator.load_state(str(tmp_path / "state"))
+    second.run(rows[4:])
+    assert_same(second.weights, whole.weights)
+    assert second.rates == whole.rates[4:]
+    assert str(second.control.state_dict()) == str(whole.control.state_dict())
+
+
+@each_precision
+def test_states_with_and_without_a_control_are_interchangeable(precision, tmp_path):
+    rows = batches(bad=None)
+    whole = Loop(new_accelerator(precision), OPTIMIZERS["fused"], control=False).run(rows)
+    for first_has_control in (False, True):
+        folder = str(tmp_path / str(first_has_control))
+        first = Loop(new_accelerator(precision), OPTIMIZERS["fused"], control=first_has_control).run(rows[:3])
+        first.accelerator.save_state(folder)
+        second = Loop(new_accelerator(precision), OPTIMIZERS["fused"], control=not first_has_control)
+        second.accelerator.load_state(folder)
+        assert_same(second.run(rows[3:]).weights, whole.weights)
+        assert second.accelerator.scaler is None or second.accelerator.scaler.get_scale() == (
+            65536.0 if precision == "fp16" else 1.0
+        )
+
+
+# --- clips ------------------------------------------------------------------------------------------------------------
+
+
+def after_backward(**options):
+    loop = Loop(new_accelerator(), OPTIMIZERS["fused"], **options)
+    loop.accelerator.backward(loop.model(batches()[0]).mean())
+    return loop
+
+
+@pytest.mark.parametrize("clip", [None, 2.0, ClipByNorm(CLIP, order=math.inf), ClipByValue(1.0)])
+def test_a_clip_that_the_control_does_not_apply_is_rejected(clip):
+    loop = after_backward(clip=clip)
+    with pytest.raises(ValueError, match=r"clip_grad_norm_\(max_norm=0.02, norm_type=2\) needs control_for"):
+        loop.accelerator.clip_grad_norm_(loop.model.parameters(), CLIP)
+    with pytest.raises(ValueError, match=r"clip_grad_value_\(0.5\) needs control_for\(..., clip=ClipByValue"):
+        loop.accelerator.clip_grad_value_(loop.model.parameters(), 0.5)
+
+
+def test_a_clip_within_a_chain_and_a_measurement_are_accepted():
+    loop = after_backward(clip=chain(ClipByNorm(CLIP), ClipByValue(10.0)))
+    norm = loop.accelerator.clip_grad_norm_(loop.model.parameters(), CLIP)
+    assert loop.accelerator.clip_grad_norm_(loop.model.parameters(), math.inf) == norm
+    loop.accelerator.clip_grad_value_(loop.model.parameters(), 10.0)
+    loop.optimizer.step()
+    assert loop.control.outcome.clipped
+
+
+def test_parts_of_a_model_are_rejected_and_frozen_parameters_are_not():
+    loop = after_backward(clip=CLIP)
+    with pytest.raises(ValueError, match="all parameters of 0 optimizers"):
+        loop.accelerator.clip_grad_norm_(loop.model.head.parameters(), CLIP)
+    frozen = nn.Parameter(torch.zeros(3))
+    norm = loop.accelerator.clip_grad_norm_([*loop.model.parameters(), frozen], CLIP)
+    assert norm == loop.control.norm()
+
+
+def test_unscale_gradients_twice_divides_once():
+    loop = Loop(new_accelerator("fp16"), OPTIMIZERS["sgd"], clip=CLIP)
+    loop.accelerator.backward(loop.model(batches()[0]).mean())
+    scaled = loop.model.head.weight.grad.clone()
+    loop.accelerator.unscale_gradients(loop.optimizer)
+    loop.accelerator.unscale_gradients()
+    loop.accelerator.clip_grad_norm_(loop.model.parameters(), CLIP)
+    assert torch.equal(loop.model.head.weight.grad * 65536, scaled)
+
+
+# --- several optimizers -----------------------------------------------------------------------------------------------
+
+
+@each_precision
+@pytest.mark.parametrize("losses", ["one", "two"])
+def test_two_optimizers_are_those_of_accelerate_alone(precision, losses):
+    def train(control):
+        accelerator = new_accelerator(precision)
+        one, two = Network(), Network()
+        prepared = accelerator.prepare(
+            one, two, OPTIMIZERS["sgd"](one.parameters()), OPTIMIZERS["fused"](two.parameters())
+        )
+        one, two, first, second = prepared
+        if control:
+            control_for(accelerator, {"one": one, "two": two}, [first, second], clip=CLIP)
+        for batch in batches(bad=None):
+            if losses == "one":
+                accelerator.backward(one(batch).mean() + two(batch).mean())
+            for model, optimizer in ((one, first), (two, second)):
+                if losses == "two":
+                    optimizer.zero_grad()
+                    accelerator.backward(model(batch).mean())
+                if precision != "fp16" or control:  # Accelerate unscales all optimizers, so the second call fails.
+                    accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                else:
+                    accelerator.unscale_gradients(optimizer)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+            first.zero_grad()
+            second.zero_grad()
+        return weights(one) + weights(two)
+
+    assert_same(train(control=True), train(control=False), tolerance=1e-6)
+
+
+def test_the_scale_moves_once_for_two_optimizers_and_the_flags_are_separate():
+    accelerator = new_accelerator("fp16")
+    one, two = Network(), Network()
+    one, two, first, second = accelerator.prepare(
+        one, two, OPTIMIZERS["sgd"](one.parameters()), OPTIMIZERS["fused"](two.parameters())
+    )
+    control = control_for(accelerator, {"one": one, "two": two}, [first, second], clip=CLIP)
+    good, bad = batches()[0], batches()[BAD_STEP]
+    accelerator.backward(one(good).mean() + two(bad).mean())
+    first.step()
+    second.step()
+    assert (first.step_was_skipped, second.step_was_skipped) == (False, True)
+    assert accelerator.optimizer_step_was_skipped
+    assert control.outcome.culprits[0] == f"two.{CULPRIT}"
+    assert accelerator.scaler.state_dict()["scale"] == 32768.0
+
+
+# --- scripts in other styles ------------------------------------------------------------------------------------------
+
+
+def test_an_error_at_a_skipped_step_names_the_culprit():
+    loop = Loop(new_accelerator(), OPTIMIZERS["fused"], on_nonfinite="raise")
+    with pytest.raises(NonFiniteGradient, match=f"Inf in {CULPRIT}"):
+        loop.run(batches())
+
+
+def test_a_closure_is_evaluated_by_the_control():
+    accelerator = new_accelerator()
+    model = Network()
+    model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=2))
+    control_for(accelerator, model, optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batches()[0]).mean()
+        accelerator.backward(loss)
+        return loss
+
+    before = closure().item()
+    optimizer.step(closure)
+    assert closure().item() < before
+
+
+def test_the_inner_optimizer_and_a_second_prepare_work():
+    accelerator = new_accelerator()
+    network = Network()
+    inner = OPTIMIZERS["fused"](network.parameters())
+    model, optimizer = accelerator.prepare(network, inner)
+    control = control_for(accelerator, network, inner)
+    evaluated = accelerator.prepare(Network())
+    accelerator.backward(model(batches()[0]).mean())
+    optimizer.step()
+    assert control.outcome.step == 1
+    assert optimizer.control is control
+    assert evaluated is not None
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 128.0])
+def test_a_scale_can_be_given_without_fp16(scale):
+    loop = Loop(new_accelerator(), OPTIMIZERS["fused"], max_norm=CLIP, scale=scale, clip=CLIP).run(batches())
+    expected, norms = control_loop(OPTIMIZERS["fused"], batches(), clip=CLIP)
+    assert_same(loop.weights, expected, tolerance=1e-6)
+    assert loop.norms[:BAD_STEP] == pytest.approx(norms[:BAD_STEP])
+
+
+def test_the_scale_starts_with_the_numbers_of_grad_scaler_kwargs():
+    handler = GradScalerKwargs(init_scale=256.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
+    loop = Loop(new_accelerator("fp16", kwargs_handlers=[handler]), OPTIMIZERS["ours"])
+    assert loop.control.scale == 256.0
+    policy = DynamicScale(init_scale=256.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
+    assert repr(policy) in repr(loop.control)
+    disabled = new_accelerator("fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)])
+    assert "scale=None" in repr(Loop(disabled, OPTIMIZERS["ours"]).control)
+
+
+def test_after_free_memory_another_model_gets_another_control():
+    accelerator = new_accelerator("fp16")
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size):
+        tried.append(batch_size)
+        accelerator.free_memory()
+        loop = Loop(accelerator, OPTIMIZERS["fused"], clip=CLIP)
+        accelerator.backward(loop.model(batches()[0]).mean())
+        if batch_size > 6:
+            raise RuntimeError("CUDA out of memory.")
+        loop.optimizer.zero_grad()
+        return loop.run(batches())
+
+    loop = train()
+    assert len(tried) > 1
+    assert_same(loop.weights, control_loop(OPTIMIZERS["fused"], batches(), precision="fp16", clip=CLIP)[0])
+
+
+def test_the_last_incomplete_accumulation_is_a_step():
+    accelerator = new_accelerator(accumulate=4)
+    model = Network()
+    loader = torch.utils.data.DataLoader(torch.cat(batches(bad=None)), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, OPTIMIZERS["ours"](model.parameters()), loader)
+    control = control_for(accelerator, model, optimizer, clip=CLIP)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert control.outcome.step == 2
+
+
+def test_optimizers_that_are_not_prepared_or_not_all_given_are_rejected(monkeypatch):
+    accelerator = new_accelerator()
+    model, other = Network(), Network()
+    bare = OPTIMIZERS["fused"](model.parameters())
+    with pytest.raises(ValueError, match="has not prepared this AdamW"):
+        control_for(accelerator, model, bare)
+    prepared = accelerator.prepare(bare)
+    accelerator.prepare(OPTIMIZERS["sgd"](other.parameters()))
+    with pytest.raises(ValueError, match=r"prepared 2 optimizers, control_for\(\) got 1"):
+        control_for(accelerator, model, prepared)
+    accelerator = new_accelerator()
+    loop = Loop(accelerator, OPTIMIZERS["fused"])
+    with pytest.raises(ValueError, match="already has a control"):
+        control_for(accelerator, loop.model, loop.optimizer)
+    monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType.DEEPSPEED)
+    with pytest.raises(ValueError, match="DEEPSPEED scales, clips and steps in its own engine"):
+        control_for(accelerator, loop.model, loop.optimizer)
+
+
+# --- two processes ----------------------------------------------------------------------------------------------------
+
+
+def rows_of(rank, accumulate):
+    """Each rank trains on half of the batches; only rank 1 has the bad one."""
+    return [batch for i, batch in enumerate(batches(2 * STEPS, accumulate=1, bad=2 * BAD_STEP + 1)) if i % 2 == rank]
+
+
+def train_on_rank(rank, folder, fsdp):
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="true"
+    )
+    rows = rows_of(rank, 1)
+    whole = Loop(new_accelerator(), OPTIMIZERS["fused"], max_norm=CLIP, clip=CLIP).run(rows)
+    assert whole.accelerator.num_processes == 2
+    first = Loop(new_accelerator(), OPTIMIZERS["fused"], max_norm=CLIP, clip=CLIP).run(rows[:4])
+    first.accelerator.save_state(folder)
+    second = Loop(new_accelerator(), OPTIMIZERS["fused"], max_norm=CLIP, clip=CLIP)
+    second.accelerator.load_state(folder)
+    second.run(rows[4:])
+    assert_same(second.weights, whole.weights)
+    return whole.weights, whole.norms, whole.skipped, whole.rates, whole.outcomes[BAD_STEP].culprits
+
+
+def test_two_processes_train_like_one_with_the_gradients_of_both(tmp_path):
+    ours, other = world(2).run(train_on_rank, str(tmp_path), False)
+    assert_same(ours[0], other[0])
+    pairs = [torch.cat(pair) for pair in zip(rows_of(0, 1), rows_of(1, 1), strict=True)]
+    expected, norms = control_loop(OPTIMIZERS["fused"], pairs, clip=CLIP)
+    for weight, norm, skipped, _, culprits in (ours, other):
+        assert len(weight) == len(expected)
+        assert norm[:BAD_STEP] == pytest.approx(norms[:BAD_STEP], rel=1e-5)
+        assert skipped == [step == BAD_STEP for step in range(STEPS)]
+        assert culprits[0] == CULPRIT
+    # With two processes Accelerate advances a schedule twice per step.
+    assert ours[3] == other[3] == pytest.approx([0.01 / n for n in (3, 5, 5, 7, 9, 11)])
