@@ -78,9 +78,9 @@ class ControlledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def step(self, closure: Any = None) -> None:
         """Takes or skips a step if gradients are synchronized, as opposed to accumulated."""
+        mark_stepped(self)
         if not self.gradient_state.sync_gradients:
             return
-        mark_stepped(self)
         control = self.control
         if self.accelerator_state.is_fsdp2 and not control._losses and _creates_state(self.optimizer):
             self.optimizer.step(closure)
