@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
-from planted_overflow import BAD_STEP, CLIP, CULPRIT, OPTIMIZERS, STEPS, Network, assert_same, batches, weights
+from planted_overflow import (
+    BAD_STEP,
+    CLIP,
+    CULPRIT,
+    OPTIMIZERS,
+    STEPS,
+    Network,
+    assert_same,
+    batches,
+    control_loop,
+    each_precision,
+    each_setting,
+    join_process_group,
+    reset_accelerate,
+    use_float16,
+    weights,
+)
 from torch.utils.data import Dataset
 
 import gradilocks.optim
-from gradilocks import GradientControl, QuantileClip
+from gradilocks import QuantileClip
 from ranks.rank_world import world
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from gradilocks.integrations.transformers import GradientControlMixin, GradientControlTrainer  # noqa: E402
-
-each_precision = pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-each_setting = pytest.mark.parametrize(
-    ("make", "precision", "accumulate"),
-    [
-        pytest.param(OPTIMIZERS[name], precision, accumulate, id=f"{name}-{precision}-{accumulate}")
-        for name, precision, accumulate in (
-            ("sgd", "no", 2),
-            ("sgd", "fp16", 1),
-            ("fused", "no", 1),
-            ("fused", "bf16", 1),
-            ("fused", "fp16", 2),
-            ("ours", "bf16", 2),
-            ("ours", "fp16", 1),
-        )
-    ],
-)
 
 
 class Rows(Dataset):
@@ -65,9 +62,7 @@ class OnCpu:
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
         if getattr(self.args, "uses_float16", False):
-            self.accelerator.state._mixed_precision = "fp16"
-            self.accelerator.native_amp = True
-            self.accelerator.scaler = torch.amp.GradScaler("cpu")
+            use_float16(self.accelerator)
 
 
 class NativeTrainer(OnCpu, Trainer):
@@ -79,8 +74,7 @@ class ControlledTrainer(OnCpu, GradientControlTrainer):
 
 
 def new_trainer(folder, kind=ControlledTrainer, *, make=None, precision="no", rows=None, model=None, **settings):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    reset_accelerate()
     of_trainer = ("control_options", "callbacks", "optimizers", "model_init", "optimizer_cls_and_kwargs")
     given = {name: settings.pop(name) for name in of_trainer if name in settings}
     usual = {
@@ -113,30 +107,18 @@ def logged(trainer, name):
     return [line[name] for line in trainer.state.log_history if "loss" in line]
 
 
-def control_loop(make, *, precision, accumulate=1, **options):
-    """The same training with a GradientControl alone: its parameters and norms."""
-    model, rows, norms = Model(), batches(accumulate=accumulate), []
-    optimizer = make(model.parameters())
-    control = GradientControl(optimizer, model=model, scale="dynamic" if precision == "fp16" else None, **options)
-    linear = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (STEPS - step) / STEPS))
-    scheduler = control.scheduler(linear)
-    dtype = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    for step in range(STEPS):
-        for batch in rows[step * accumulate : (step + 1) * accumulate]:
-            with torch.autocast("cpu", dtype, enabled=precision != "no"):
-                loss = model(batch)["loss"]
-            control.backward(loss / accumulate)
-        norms.append(control.step().norm)
-        scheduler.step()
-        control.zero_grad()
-    return weights(model), norms
+def linear(step):
+    """The Trainer's schedule."""
+    return max(0.0, (STEPS - step) / STEPS)
 
 
 @each_setting
 def test_without_a_clip_the_parameters_are_those_of_a_control_bit_for_bit(make, precision, accumulate, tmp_path):
     trainer = new_trainer(tmp_path, make=make, precision=precision, gradient_accumulation_steps=accumulate)
     trainer.train()
-    expected, norms = control_loop(make, precision=precision, accumulate=accumulate)
+    expected, norms = control_loop(
+        make, batches(accumulate=accumulate), linear, precision=precision, accumulate=accumulate
+    )
     assert_same(weights(trainer.model), expected)
     assert logged(trainer, "grad_norm")[:BAD_STEP] == norms[:BAD_STEP]
 
@@ -146,7 +128,9 @@ def test_max_grad_norm_is_the_clip(make, precision, accumulate, tmp_path):
     settings = {"precision": precision, "gradient_accumulation_steps": accumulate}
     trainer = new_trainer(tmp_path, make=make, max_grad_norm=CLIP, **settings)
     trainer.train()
-    expected, norms = control_loop(make, precision=precision, accumulate=accumulate, clip=CLIP)
+    expected, norms = control_loop(
+        make, batches(accumulate=accumulate), linear, precision=precision, accumulate=accumulate, clip=CLIP
+    )
     assert_same(weights(trainer.model), expected, tolerance=1e-6)
     assert logged(trainer, "grad_norm")[BAD_STEP + 1 :] == pytest.approx(norms[BAD_STEP + 1 :], rel=1e-6)
 
@@ -361,9 +345,7 @@ def test_a_clip_option_beside_max_grad_norm_is_rejected(tmp_path):
 
 
 def train_on_rank(rank, folder):
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="true"
-    )
+    join_process_group(rank)
     rows = batches(2 * STEPS, bad=2 * BAD_STEP + 1)  # Only rank 1 has the bad batch.
     settings = {"rows": rows, "max_grad_norm": CLIP, "ddp_backend": "gloo", "save_strategy": "steps", "save_steps": 4}
     whole = new_trainer(folder, GradientControlTrainer, **settings)
