@@ -1,0 +1,262 @@
+"""Accelerate: a GradientControl behind `accelerator.backward`, `clip_grad_norm_` and the prepared optimizers."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import SCALER_NAME
+from torch import Tensor
+
+from gradilocks.clip import ClipByNorm, ClipByValue
+from gradilocks.control import GradientControl
+from gradilocks.dropin.control_scaler import ControlScaler
+from gradilocks.outcome import Outcome
+from gradilocks.scale import DynamicScale
+from gradilocks.step.phase import Phase
+from gradilocks.torch_private import mark_stepped
+
+__all__ = ["ControlledOptimizer", "control_for"]
+
+
+def control_for(accelerator: Accelerator, model: Any, optimizer: Any, **options: Any) -> GradientControl:
+    """Creates a GradientControl that takes the steps of prepared optimizers.
+
+    `accelerator.backward`, `clip_grad_norm_`, `optimizer.step`, `optimizer_step_was_skipped`, `save_state` and
+    `load_state` then use the control, and prepared schedulers do not advance for skipped steps.
+
+    Args:
+        accelerator: the Accelerator, after `prepare`.
+        model: the model that `prepare` returned, or a mapping from prefixes to models.
+        optimizer: the optimizer that `prepare` returned; a list if the accelerator has prepared several.
+        options: arguments of GradientControl. By default `scale` is that of Accelerate: dynamic with
+            mixed_precision="fp16" on a GPU (with the numbers of GradScalerKwargs), otherwise None.
+
+    Example:
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        control = control_for(accelerator, model, optimizer, clip=1.0)
+    """
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
+        raise ValueError(
+            f"{accelerator.distributed_type.value} scales, clips and steps in its own engine, which a GradientControl "
+            "cannot replace. `gradilocks run` records such a script."
+        )
+    wrappers = [_wrapper(accelerator, given) for given in _listed(optimizer)]
+    missing = [wrapper for wrapper in accelerator._optimizers if wrapper not in wrappers]
+    if missing:
+        raise ValueError(
+            f"the accelerator has prepared {len(accelerator._optimizers)} optimizers, control_for() got "
+            f"{len(wrappers)} of them. Pass all in one call: control_for(accelerator, {{'a': model_a, 'b': model_b}}, "
+            "[optimizer_a, optimizer_b])."
+        )
+    options.setdefault("scale", _scale_policy(accelerator.scaler))
+    control = GradientControl(*(wrapper.optimizer for wrapper in wrappers), model=model, **options)
+    accelerator.scaler = _AcceleratorScaler(control)
+    for wrapper in wrappers:
+        _replace_step(wrapper, control, accelerator.scaler)
+    for scheduler in accelerator._schedulers:
+        if scheduler.step_with_optimizer:
+            _hold_for_skipped_steps(scheduler, control)
+    methods = _Methods(accelerator, control)
+    for name in ("unscale_gradients", "clip_grad_norm_", "clip_grad_value_", "load_state"):
+        setattr(accelerator, name, getattr(methods, name))
+    return control
+
+
+class ControlledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """A prepared optimizer whose steps are taken by a GradientControl."""
+
+    control: GradientControl
+    _outcome: Outcome | None = None
+
+    def step(self, closure: Any = None) -> None:
+        """Takes or skips a step if gradients are synchronized, as opposed to accumulated."""
+        mark_stepped(self)
+        if not self.gradient_state.sync_gradients:
+            return
+        control = self.control
+        if self.accelerator_state.is_fsdp2 and not control._losses and _creates_state(self.optimizer):
+            self.optimizer.step(closure)
+        elif closure is not None or len(control.optimizers) == 1:
+            self._outcome = control.step(closure)
+            self.scaler.update()
+        else:
+            self._outcome = control.step(only=self.optimizer)  # The scaler moves the scale before the next backward.
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """True if the latest step was skipped. Waits for the device."""
+        return self._outcome is not None and self._outcome.skipped
+
+
+class _AcceleratorScaler(ControlScaler):
+    """The control's scaler. Moves the scale when all optimizers of an iteration have stepped.
+
+    Accelerate calls `update` after the step of each optimizer, when the gradients of the next one still carry the
+    scale.
+    """
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiplies a loss by the scale."""
+        self._move_scale()
+        return super().scale(outputs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the control."""
+        self._move_scale()
+        return super().state_dict()
+
+    def _move_scale(self) -> None:
+        if any(phase.pending is not None for phase in self.control._phases):
+            self.update()
+
+
+class _Methods:
+    """Replacements for methods of an Accelerator.
+
+    Args:
+        accelerator: whose methods are replaced.
+        control: of its optimizers.
+    """
+
+    def __init__(self, accelerator: Accelerator, control: GradientControl) -> None:
+        self._accelerator, self._control = accelerator, control
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divides the gradients by the scale in place, unless that is done already."""
+        control = self._control
+        for given in control.optimizers if optimizer is None else _listed(optimizer):
+            inner = getattr(given, "optimizer", given) if isinstance(given, AcceleratedOptimizer) else given
+            if control._phases[control._indices(inner)[0]].phase is Phase.SCALED:
+                control.unscale_(only=inner)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Returns the norm of the unscaled gradients over all ranks. The control clips them within the step.
+
+        Args:
+            parameters: all parameters of an optimizer.
+            max_norm: the clip of the control, or math.inf to measure only.
+            norm_type: order of the norm.
+        """
+        control = self._control
+        given = {id(parameter) for parameter in _listed(parameters)}
+        covered = [optimizer for optimizer in control.optimizers if _trainable(optimizer) <= given]
+        if len(covered) != 1:
+            raise ValueError(
+                f"clip_grad_norm_() got all parameters of {len(covered)} optimizers. The control clips the gradients "
+                "of each optimizer by their norm, so pass all parameters of one. For parts of a model there is "
+                "control_for(..., clip=ClipPerGroup(...))."
+            )
+        policy = ClipByNorm(float(max_norm), float(norm_type))
+        if max_norm != math.inf or norm_type != 2:
+            self._check_clip(f"clip_grad_norm_(max_norm={max_norm:g}, norm_type={norm_type:g})", policy)
+        self.unscale_gradients(covered[0])
+        return control.norm(only=covered[0])
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Does nothing: the control clips within the step."""
+        self._check_clip(f"clip_grad_value_({clip_value:g})", ClipByValue(float(clip_value)))
+
+    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Loads a state. One that was saved without a scaler leaves the control's state unchanged."""
+        accelerator = self._accelerator
+
+        def load_control(models: Any, folder: str) -> None:
+            file = Path(folder) / SCALER_NAME
+            if file.is_file():
+                self._control.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+
+        hook = accelerator.register_load_state_pre_hook(load_control)
+        scaler, accelerator.scaler = accelerator.scaler, None  # Otherwise the file must exist.
+        try:
+            type(accelerator).load_state(accelerator, input_dir, *args, **kwargs)
+        finally:
+            accelerator.scaler = scaler
+            hook.remove()
+
+    def _check_clip(self, call: str, policy: object) -> None:
+        """Raises ValueError for a clip that the control does not apply."""
+        if policy not in self._control._clip:
+            raise ValueError(
+                f"{call} needs control_for(..., clip={policy!r}), which clips within the step. The control has "
+                f"clip={list(self._control._clip)!r}."
+            )
+
+
+def _wrapper(accelerator: Accelerator, optimizer: Any) -> AcceleratedOptimizer:
+    """The prepared form of an optimizer."""
+    for wrapper in accelerator._optimizers:
+        if optimizer is wrapper or optimizer is wrapper.optimizer:
+            if isinstance(wrapper, ControlledOptimizer):
+                raise ValueError("this optimizer already has a control: optimizer.control.")
+            return wrapper
+    raise ValueError(
+        f"this accelerator has not prepared this {type(optimizer).__name__}. Call control_for() after "
+        "model, optimizer = accelerator.prepare(model, optimizer)."
+    )
+
+
+def _replace_step(wrapper: AcceleratedOptimizer, control: GradientControl, scaler: ControlScaler) -> None:
+    wrapper.__class__ = ControlledOptimizer
+    wrapper.control, wrapper.scaler = control, scaler
+    if "step" in vars(wrapper):  # An LR scheduler of the prepared optimizer has wrapped the step of the former class.
+
+        @functools.wraps(wrapper.step)
+        def step(self: ControlledOptimizer, closure: Any = None) -> None:
+            ControlledOptimizer.step(self, closure)
+
+        wrapper.step = types.MethodType(step, wrapper)
+
+
+def _hold_for_skipped_steps(scheduler: Any, control: GradientControl) -> None:
+    """Makes a prepared scheduler wait for skipped steps without reading the skip flag at every step."""
+    optimizer = scheduler.optimizers[0].optimizer if len(scheduler.optimizers) == 1 else None
+    inner = types.SimpleNamespace(
+        optimizer=optimizer,
+        step=scheduler.step,
+        state_dict=scheduler.state_dict,
+        load_state_dict=scheduler.load_state_dict,
+    )
+    held = control.scheduler(inner)
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        (held if scheduler.gradient_state.sync_gradients else inner).step(*args, **kwargs)
+
+    scheduler.optimizers = []  # Accelerate reads the flag of each.
+    scheduler.step, scheduler.state_dict, scheduler.load_state_dict = step, held.state_dict, held.load_state_dict
+
+
+def _scale_policy(scaler: Any) -> object:
+    """The policy of the scaler that Accelerate has created."""
+    if isinstance(scaler, ControlScaler):  # Of a control before `accelerator.free_memory()`.
+        return scaler.control._state.policy
+    if scaler is None or not scaler.is_enabled():
+        return None
+    return DynamicScale(
+        init_scale=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+    )
+
+
+def _creates_state(optimizer: Any) -> bool:
+    """True for the step by which torch.distributed.checkpoint creates optimizer state: all learning rates are 0."""
+    return all(float(group["lr"]) == 0.0 for group in optimizer.param_groups)
+
+
+def _trainable(optimizer: Any) -> set[int]:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return {id(param) for param in params if param.requires_grad}
+
+
+def _listed(value: Any) -> list[Any]:
+    is_one = isinstance(value, (Tensor, torch.optim.Optimizer)) or not isinstance(value, Iterable)
+    return [value] if is_one else list(value)
