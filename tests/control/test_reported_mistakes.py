@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import pickle
 
 import pytest
 import torch
@@ -23,6 +25,15 @@ def test_a_loss_that_is_scaled_twice_raises():
     model, control = make()
     with pytest.raises(ScaleMisuse, match="already multiplied by the scale"):
         control.backward(control.scale_loss(model(torch.ones(2, 4)).sum()))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_that_would_move_the_scale_of_the_original_raises(duplicate):
+    model, control = make()
+    control.backward(model(torch.ones(2, 4)).sum())
+    control.step()
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        duplicate(control)
 
 
 def test_a_run_file_is_complete_although_nobody_holds_the_control(tmp_path):
