@@ -184,7 +184,7 @@ class GradientLayout:
     def _fit(self, grads: Sequence[Tensor | None]) -> bool:
         """True if all have the dtypes of the parameters."""
         if any(grad is not None and grad.numel() != size for grad, size in zip(grads, self.sizes, strict=True)):
-            raise RuntimeError("a gradient has another number of elements than its parameter, through `grad.data = ...`.")
+            raise RuntimeError("a gradient has another number of elements than its parameter (`grad.data = ...`).")
         pairs = zip(grads, self.dtypes, strict=True)
         return all(grad is None or grad.dtype is dtype for grad, dtype in pairs)
 
