@@ -62,7 +62,8 @@ class ClipPolicy:
     """
 
     per: ClassVar[Per] = "model"
-    """Scope of each entry of `norms`: the model, a group, a parameter, or a row of a parameter."""
+    """Scope of each entry of `norms`: the model, a group, a parameter, or a row of a parameter. For "group" the policy
+    also has the methods of ClipPerGroup, for "row" those of AdaptiveClip."""
     order: float = 2.0
     """The p of the norms."""
 

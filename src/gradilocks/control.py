@@ -129,6 +129,9 @@ class GradientControl:
                 weakref.finalize(self, recorder.close)
             self.subscribe(recorder)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a GradientControl cannot be copied or pickled. Construct a new one and load state_dict().")
+
     def __repr__(self) -> str:
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         return f"GradientControl({optimizers}, scale={self._state.policy!r}, clip={list(self._clip)!r})"

@@ -183,7 +183,8 @@ def test_a_step_of_all_when_only_some_are_unscaled_raises():
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_gradients_of_a_finished_step_that_were_not_cleared_raise(fused, micro_batches, device):
+@pytest.mark.parametrize("call", ["step", "unscale_"])
+def test_gradients_of_a_finished_step_that_were_not_cleared_raise(fused, micro_batches, call, device):
     p = parameter(1.0, device=device)
     optimizer = sgd(p, fused=fused)
     control = GradientControl(optimizer)
@@ -192,7 +193,7 @@ def test_gradients_of_a_finished_step_that_were_not_cleared_raise(fused, micro_b
     for _ in range(micro_batches):
         control.backward(loss_giving((p, 1.0)))
     with pytest.raises(ScaleMisuse, match=r"before the last step.*zero_grad\(\)"):
-        control.step()
+        getattr(control, call)()
     assert_same(contents(optimizer), before)
     assert not take_step(control, (p, 1.0)).skipped
 

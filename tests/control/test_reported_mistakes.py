@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import pickle
 
 import pytest
 import torch
@@ -23,6 +25,15 @@ def test_a_loss_that_is_scaled_twice_raises():
     model, control = make()
     with pytest.raises(ScaleMisuse, match="already multiplied by the scale"):
         control.backward(control.scale_loss(model(torch.ones(2, 4)).sum()))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_that_would_move_the_scale_of_the_original_raises(duplicate):
+    model, control = make()
+    control.backward(model(torch.ones(2, 4)).sum())
+    control.step()
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        duplicate(control)
 
 
 def test_a_run_file_is_complete_although_nobody_holds_the_control(tmp_path):
@@ -118,6 +129,30 @@ def test_a_parameter_that_shrinks_in_place_does_not_write_past_its_end():
     optimizer.step()
     assert torch.equal(memory[10:], after_first)
     torch.testing.assert_close(memory[:10], torch.full((10,), 0.8))
+
+
+def test_a_parameter_that_is_replaced_by_a_smaller_one_is_measured_within_its_end():
+    p, q = nn.Parameter(torch.ones(3000, 1000)), nn.Parameter(torch.ones(1))
+    control = GradientControl(torch.optim.SGD([p, q], lr=0.1))
+    for size in (3_000_000, 3, 30):
+        p.data = torch.ones(size)
+        control.zero_grad()
+        control.backward(p.sum() + q.sum())
+        assert control.step().norm == pytest.approx((size + 1) ** 0.5)
+
+
+@pytest.mark.parametrize("make", [gradilocks.optim.SGD, torch.optim.SGD])
+def test_a_gradient_that_was_replaced_by_a_smaller_one_is_refused(make):
+    param = nn.Parameter(torch.ones(3000, 1000))
+    control = GradientControl(make([param], lr=0.1))
+    for _ in range(2):
+        control.zero_grad()
+        control.backward(param.sum())
+        if control.outcome is None:
+            control.step()
+    param.grad.data = torch.ones(3)
+    with pytest.raises(RuntimeError, match="another number of elements"):
+        control.step()
 
 
 def test_a_late_first_gradient_of_sgd_with_momentum_is_stepped():

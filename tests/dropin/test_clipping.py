@@ -226,6 +226,8 @@ def test_complex_gradients_are_clipped_by_norm_and_not_by_value(clip):
     params = with_grads(torch.tensor([3.0 + 4.0j, 12.0j]))
     with pytest.raises((NotImplementedError, RuntimeError), match="complex"):
         clip.clip_grad_value_(params, 1.0)
+    without_gradient = torch.zeros(2, dtype=torch.complex64, requires_grad=True)
+    clip.clip_grad_value_([without_gradient, *with_grads(torch.ones(1))], 1.0)
     norm = clip.clip_grad_norm_(params, 1.0)
     assert (norm.dtype, norm.item()) == (torch.float32, 13.0)
     assert params[0].grad.tolist() == pytest.approx([(3.0 + 4.0j) / 13, 12.0j / 13], rel=1e-6)

@@ -304,5 +304,5 @@ def test_gradients_that_do_not_fit_take_the_general_path():
     ]:
         assert layout.addresses_of([*fitting[:i], other, *fitting[i + 1 :]]) is None
     fitting[0].untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match=r"gradient of shape \(4, 3\) has no memory"):
+    with pytest.raises(RuntimeError, match=r"tensor of shape \(4, 3\) has no memory"):
         layout.addresses_of(fitting)

@@ -197,7 +197,7 @@ def test_steps_on_another_stream():
 def test_freed_gradients_are_refused():
     twin = make()
     twin.params[3].grad.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match=r"gradient of shape \(513, 70\) has no memory"):
+    with pytest.raises(RuntimeError, match=r"tensor of shape \(513, 70\) has no memory"):
         run(twin)
 
 

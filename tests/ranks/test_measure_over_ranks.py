@@ -54,6 +54,21 @@ def test_gradients_may_be_elsewhere_than_in_grad() -> None:
     assert measure([("weight", param)], grad=lambda p: p.main_grad).norm.item() == 5.0  # type: ignore[attr-defined]
 
 
+def test_the_same_parameters_under_other_names() -> None:
+    model = nn.Linear(2, 1)
+    model.weight.grad, model.bias.grad = torch.tensor([[3.0, math.inf]]), torch.tensor([4.0])
+    assert measure(model).culprits == ("weight",)
+    assert measure(list(model.parameters())).culprits == ("parameter 0",)
+    assert measure(model.weight).culprits == ("parameter 0",)
+
+
+def test_a_parameter_that_is_listed_twice_counts_once() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0])
+    assert numbers(measure([weight, weight])) == (5.0, {"parameter 0": 5.0})
+    assert numbers(measure([("w", weight), ("w", weight)])) == (5.0, {"w": 5.0})
+
+
 def test_nothing_to_measure_is_an_error() -> None:
     with pytest.raises(ValueError, match="none of the 2 parameters has a gradient; call measure"):
         measure(nn.Linear(2, 2))

@@ -118,6 +118,27 @@ def test_a_gradient_whose_storage_was_freed_is_refused(name, device):
     assert torch.equal(q, before)
 
 
+@pytest.mark.parametrize("device", PATHS[1:], indirect=True)
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("what", ["parameter", "state"])
+def test_a_parameter_or_state_whose_storage_was_freed_is_refused(what, step, device):
+    p, q = nn.Parameter(torch.ones(1000, device=device)), nn.Parameter(torch.ones(10, device=device))
+    optimizer = gradilocks.optim.AdamW([p, q], lr=0.01)
+    optimizer.state[p] = {"exp_avg": torch.zeros_like(p.detach()), "exp_avg_sq": torch.zeros_like(p.detach())}
+    control = GradientControl(optimizer, clip=1.0)
+    for number in range(step + 1):
+        control.zero_grad()
+        control.backward(loss_giving((p, 1.0), (q, 1.0)))
+        if number < step:
+            control.step()
+    tensor = p if what == "parameter" else optimizer.state[p]["exp_avg"]
+    tensor.untyped_storage().resize_(0)
+    before = q.detach().clone()
+    with pytest.raises(RuntimeError, match="has no memory"):
+        control.step()
+    assert torch.equal(q, before)
+
+
 @pytest.mark.parametrize("name", ["own AdamW", "own SGD"])
 def test_state_that_was_replaced_by_hand_is_not_read_after_it_is_freed(name, device):
     p = nn.Parameter(torch.ones(1000, device=device))

@@ -120,7 +120,7 @@ def clip_grad_value_(parameters: Tensors, clip_value: float, foreach: bool | Non
     """
     with torch.no_grad():
         params, bound = _unique(parameters), _bound("clip_value", clip_value)
-        if any(param.is_complex() for param in params):
+        if any(param.is_complex() and param.grad is not None for param in params):
             raise NotImplementedError("clamp is not supported for complex types: complex numbers have no order.")
         for device, tensors in by_device(find(params)):
             dtype = torch.float32 if device.type == "mps" else torch.float64

@@ -121,8 +121,8 @@ def upload(
 class GradientLayout:
     """Dtypes, strides and placements of parameters. The kernels can read gradients that have the same ones.
 
-    torch itself rejects gradients of another shape or on another device. Gradients at the addresses of the last step
-    are assumed to have the same dtype.
+    torch itself rejects gradients of another device. Gradients at the addresses of the last step are assumed to have
+    the same dtypes and sizes.
 
     Args:
         params: plain tensors or DTensors.
@@ -149,7 +149,7 @@ class GradientLayout:
             None if a gradient does not have the dtype, strides and placements of its parameter.
 
         Raises:
-            RuntimeError: if the storage of a gradient was freed.
+            RuntimeError: if the storage of a gradient was freed or has another number of elements.
         """
         if not self._are_dense:
             return None
@@ -163,14 +163,14 @@ class GradientLayout:
         try:
             found = list(map(_data_ptr, grads))  # type: ignore[arg-type]
         except TypeError:  # Some are None.
-            if not (self._have_dtypes(grads) and self._have_strides(grads)):
+            if not (self._fit(grads) and self._have_strides(grads)):
                 return None
             found = [_ABSENT if grad is None else grad.data_ptr() for grad in grads]
         except RuntimeError:  # Sparse.
             return None
         if found == self._found:
             return self._addresses if self._have_strides(grads) else None
-        if not self._have_dtypes(grads) or not self._have_strides(grads):
+        if not self._fit(grads) or not self._have_strides(grads):
             return None
         addresses = found
         if found and min(found) < LOW_ADDRESS:
@@ -181,7 +181,10 @@ class GradientLayout:
         self._found, self._addresses = found, addresses
         return addresses
 
-    def _have_dtypes(self, grads: Sequence[Tensor | None]) -> bool:
+    def _fit(self, grads: Sequence[Tensor | None]) -> bool:
+        """True if all have the dtypes of the parameters."""
+        if any(grad is not None and grad.numel() != size for grad, size in zip(grads, self.sizes, strict=True)):
+            raise RuntimeError("a gradient has another number of elements than its parameter (`grad.data = ...`).")
         pairs = zip(grads, self.dtypes, strict=True)
         return all(grad is None or grad.dtype is dtype for grad, dtype in pairs)
 

@@ -172,7 +172,7 @@ def without_address(tensors: Sequence[Tensor], addresses: Sequence[int]) -> list
     low = [i for i, address in enumerate(addresses) if address < LOW_ADDRESS and tensors[i].numel()]
     for i in low:
         if not tensors[i].untyped_storage().nbytes():
-            raise RuntimeError(f"a gradient of shape {tuple(tensors[i].shape)} has no memory: its storage was freed")
+            raise RuntimeError(f"a tensor of shape {tuple(tensors[i].shape)} has no memory: its storage was freed")
     return [i for i in low if addresses[i] == 0]
 
 

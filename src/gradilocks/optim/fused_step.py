@@ -57,7 +57,8 @@ class FusedStep:
 
         Returns:
             None if the kernels do not cover these optimizers: several devices, complex or non-dense parameters,
-            amsgrad, maximize, dampening, a learning rate on a GPU, no kernels for the device.
+            wrapper subclasses of Tensor, amsgrad, maximize, dampening, a learning rate on a GPU, no kernels for the
+            device.
         """
         params = _parameters(optimizers)
         dtypes = _dtypes_of(backend_for(params[0].device.type)) if params else ()
@@ -67,6 +68,8 @@ class FusedStep:
         if len({tensor.device for tensor in tensors}) > 1:
             return None
         if not all(tensor.dtype in dtypes and reference.is_dense(tensor) for tensor in tensors):
+            return None
+        if reference.without_address(tensors, list(map(Tensor.data_ptr, tensors))):
             return None
         return cls(optimizers, tensors)
 
@@ -133,7 +136,9 @@ class FusedStep:
         self.kinds.append(OptimizerKind(rule, param.dtype, param.dtype, state_dtype, is_mastered))
 
     def _append(self, tensors: Sequence[Tensor | None]) -> None:
-        """Appends one column: a parameter and its state."""
+        """Appends one column: a parameter and its state. Raises RuntimeError if the memory of one was freed."""
+        present = [tensor for tensor in tensors if tensor is not None]
+        reference.without_address(present, list(map(Tensor.data_ptr, present)))
         for row, tensor in zip(self.rows, tensors, strict=True):
             row.append(0 if tensor is None else tensor.data_ptr())
         self._storages += [tensor.untyped_storage() for tensor in tensors[1:] if tensor is not None]

@@ -69,7 +69,7 @@ class Measurement:
 
 @torch.no_grad()
 def measure(
-    params: nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+    params: nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
     *,
     grad: Callable[[Tensor], Tensor | None] | None = None,
     order: float = 2.0,
@@ -83,7 +83,7 @@ def measure(
     compares the lists over ranks, so all ranks must change theirs at the same call. Does not wait for the device.
 
     Args:
-        params: a module, parameters, or pairs of name and parameter.
+        params: a module, a parameter, parameters, or pairs of name and parameter. One listed twice counts once.
         grad: returns the gradient of a parameter; by default `param.grad`. Megatron: `lambda p: p.main_grad`.
         order: p of the norms, from 1 to 8, or inf.
         mesh, distinct, share: the ranks; as for GradientControl.
@@ -147,7 +147,7 @@ def _layout_and_names(
     shares = None if share is None else tuple(map(share, names, params))
     # The key holds values and live objects; ids of parameters are verified below, because ids are reused. So either
     # all ranks find their entry or none does.
-    key = (world, mesh, distinct, shares, *map(id, params))
+    key = (world, mesh, distinct, shares, tuple(names), *map(id, params))
     if key in _layouts and all(reference() is param for reference, param in zip(_layouts[key][0], params, strict=True)):
         return _layouts[key][1:]
     layout = layout_of(params, names, mesh=mesh, distinct=distinct, share=share, models=models)
@@ -166,7 +166,7 @@ def _named(params: Any) -> tuple[list[str], list[Tensor], tuple[nn.Module, ...]]
     if isinstance(params, nn.Module):
         tensors: list[Tensor] = [param for param in params.parameters() if param.requires_grad]
         return Names(params, ()).of(tensors), tensors, (params,)
-    items = list(params)
+    items = [params] if isinstance(params, Tensor) else list(dict.fromkeys(params))
     if not items or isinstance(items[0], Tensor):
         return [f"parameter {i}" for i in range(len(items))], items, ()
     return [name for name, _ in items], [tensor for _, tensor in items], ()

@@ -123,18 +123,22 @@ class OptimizerPhase:
                 "step() without a scaled loss: the gradients do not carry the scale, so dividing by it would make them "
                 "too small. Call control.backward(loss) instead of loss.backward(), or pass scale=None."
             )
+        self._check_leftovers()
+
+    def check_unscale(self) -> None:
+        """Raises ScaleMisuse for gradients that do not carry the scale, or are left over from an earlier step."""
+        if self.phase is Phase.UNSCALED:
+            raise ScaleMisuse("unscale_() was already called since the last step; the gradients are unscaled.")
+        if self.phase is not Phase.SCALED:
+            raise ScaleMisuse("unscale_() without a scaled loss. Call control.backward(loss) first.")
+        self._check_leftovers()
+
+    def _check_leftovers(self) -> None:
         if any(flag for _, flag in self._leftovers):
             raise ScaleMisuse(
                 "backward() has added to gradients from before the last step() or update(). Call zero_grad() after "
                 "every step()."
             )
-
-    def check_unscale(self) -> None:
-        """Raises ScaleMisuse for gradients that do not carry the scale."""
-        if self.phase is Phase.UNSCALED:
-            raise ScaleMisuse("unscale_() was already called since the last step; the gradients are unscaled.")
-        if self.phase is not Phase.SCALED:
-            raise ScaleMisuse("unscale_() without a scaled loss. Call control.backward(loss) first.")
 
     def note_unscaled(self, overflow: Tensor) -> None:
         """Records that the gradients were unscaled in place."""

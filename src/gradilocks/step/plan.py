@@ -76,6 +76,7 @@ class StepPlan:
         self._fused: FusedStep | None = None
         self._bypasses_step = False
         self._scale: Tensor | None = None
+        self._sizes: tuple[int, ...] = ()
 
     def step(
         self,
@@ -228,7 +229,7 @@ class StepPlan:
             self._rule = None
             return False
         self._state.to(device)
-        self._scale = self._state.scale
+        self._scale, self._sizes = self._state.scale, tuple(map(Tensor.numel, self.params))
         self._bypasses_step = all(map(can_bypass_step, self.optimizers))
         self._fused = FusedStep.make(self.optimizers) if self._bypasses_step else None
         if is_recorded:
@@ -244,7 +245,8 @@ class StepPlan:
         if self._scale is not self._state.scale or self._bypasses_step != all(map(can_bypass_step, self.optimizers)):
             return False
         if self._fused is None:
-            return self.params[0].device == self._state.scale.device
+            has_device = self.params[0].device == self._state.scale.device
+            return has_device and self._sizes == tuple(map(Tensor.numel, self.params))
         return self._fused.is_current()
 
     def _recorded_step(self, rule: ClipByNorm, device: torch.device) -> RecordedStep:

@@ -18,8 +18,6 @@ from gradilocks.torch_private import has_other_hooks
 
 __all__ = ["amp_arguments", "apply_in_place", "can_bypass_step", "update", "uses_amp_arguments"]
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
-
 
 def update(optimizer: Any, tensors: Sequence[Tensor | None], decision: Decision, begin: int = 0) -> None:
     """Steps one optimizer with the unscaled, clipped gradients, or leaves it unchanged.
