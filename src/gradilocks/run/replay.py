@@ -337,7 +337,7 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, was_cut: bool
             return _before_input(replay.output, replay, replays)
     doubts = [replay.reason for replay in replays if replay.reason]
     doubts += [
-        f"{type(replay.call.module).__name__} returns NaN or Inf in finite steps, too; nothing else is wrong in a module"
+        f"{type(replay.call.module).__name__} returns NaN or Inf in finite steps, too; no other module is at fault"
         for replay in replays
         if replay.harmless and found
     ]
