@@ -52,7 +52,7 @@ _REPLICATING = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False, slots=True)  # Without `__dict__`, `_variable` does not take `module` for the script's name.
+@dataclass(eq=False, slots=True)  # `_variable` must not find `module` in a `__dict__`.
 class Call:
     """One outermost call of a module: all that a replay needs, by reference."""
 
@@ -618,9 +618,10 @@ def _variable(module: nn.Module) -> str:
     """The name under which the script holds a module: a local or global variable, or an attribute."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        for variables in (frame.f_locals, frame.f_globals):
+        is_ours = frame.f_globals.get("__name__", "").startswith("gradilocks.")  # Reading `f_locals` makes a referrer.
+        for variables in () if is_ours else (frame.f_locals, frame.f_globals):
             for name, value in list(variables.items()):
-                if value is module and not frame.f_globals.get("__name__", "").startswith("gradilocks."):
+                if value is module:
                     return name
         frame = frame.f_back
     for holder in gc.get_referrers(module):
