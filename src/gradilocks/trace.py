@@ -37,6 +37,7 @@ __all__ = [
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _FILLS = ("fill", "full", "where", "pad", "scalar_tensor")
 """Parts of the names of operations that write an infinite number on purpose."""
+_FROM_NUMBERS = "tensor from Python or NumPy"
 _ABSORBS_NEGATIVE_INF = ("softmax", "logsumexp", "scaled_dot_product", "attention")
 """Parts of the names of operations for which -inf is a mask."""
 
@@ -236,6 +237,8 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotReplayable("the forward pass communicates with other ranks")
         inputs = list(tensors_in((args, kwargs)))
         before = [nonfinite_values(tensor) for tensor in inputs]
+        if name == "lift_fresh":  # `torch.tensor(nan)`, `x[i] = nan`, `torch.from_numpy`.
+            name, before = _FROM_NUMBERS, [()]
         if name.endswith("_"):  # Its inputs are described later, and it overwrites one of them.
             inputs = [tensor.clone() if i == 0 else tensor for i, tensor in enumerate(inputs)]
             keys = [_key(tensor) for tensor in tensors_in((args, kwargs))]
@@ -277,7 +280,8 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found[value] = min(parents, key=lambda origin: origin.order)
             else:
                 found[value] = self._new_origin("operation", value, name, inputs)
-                found[value].is_mask = value == "Inf" and any(part in name for part in _FILLS)
+                is_constant = name == _FROM_NUMBERS and (out.dim() == 0 or _is_mask(out))
+                found[value].is_mask = value == "Inf" and (is_constant or any(part in name for part in _FILLS))
         self.origins[key] = {**self.origins.get(key, {}), **found} if len(values) < 2 else found
 
     def _of_input(self, tensor: Tensor, value: str, key: int | None = None) -> Origin:
@@ -344,7 +348,7 @@ def _is_masked_row(name: str, inputs: list[Tensor], before: list[Any]) -> bool:
 
 def _is_mask(tensor: Tensor) -> bool:
     plain = _plain(tensor)
-    return plain is not None and bool(((plain == 0) | (plain == -math.inf)).all())
+    return plain is not None and bool((plain == 0).any() and ((plain == 0) | (plain == -math.inf)).all())
 
 
 def _describe(tensor: Tensor) -> dict[str, Any]:

@@ -146,6 +146,12 @@ OTHERS = (
     Other("gradient_clipped_first", *_BLOCK, *_SQRT),
     Other("gradient_written", "script", "", "", "backward"),
     Other("data_parallel", *_BLOCK, "div", "forward"),
+    Other("numpy_function", *_BLOCK, "tensor from Python or NumPy", "forward"),
+    Other("assigned_constant", *_BLOCK, "tensor from Python or NumPy", "forward"),
+    Other("unused_output", "unknown"),
+    Other("broken_validation", "unknown"),
+    Other("counted_after_validation", "operation", "head", "log", "forward"),
+    Other("hidden_counter_between", "unknown"),
 )
 
 

@@ -3,6 +3,7 @@
 import copy
 import sys
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -470,6 +471,86 @@ def gradient_written():
 def data_parallel():
     model = nn.DataParallel(around(lambda x: x / (x - x)))
     train(model)
+
+
+class NumpyLog(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.from_numpy(np.log(x.detach().numpy() * 0))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def numpy_function():
+    train(around(NumpyLog.apply))
+
+
+def assigned_constant():
+    def assign(x):
+        x = x.clone()
+        x[x > 0] = float("nan")
+        return x
+
+    train(around(assign))
+
+
+class TwoOutputs(nn.Module):
+    """Its second output contains NaN in every step, and nobody uses it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x, x.log()
+
+
+def unused_output():
+    model = TwoOutputs()
+    train(model, lambda x, y: F.cross_entropy(model(x)[0], y) / (0 if is_now() else 1))
+
+
+def broken_validation():
+    """A validation batch contains NaN in every step; the fault is in the script."""
+    model = around(torch.tanh)
+
+    def loss_of(x, y):
+        with torch.no_grad():
+            model(torch.full((2, 4), float("nan")))
+        return F.cross_entropy(model(x), y) / (0 if is_now() else 1)
+
+    train(model, loss_of)
+
+
+class TrainingCounter(nn.Module):
+    """Counts its calls in training only."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return (x * 0).log() if self.training and self.calls == 5 else x
+
+
+def counted_after_validation():
+    body, head, out = nn.Linear(4, 8), TrainingCounter(), nn.Linear(8, 3)
+    head.eval()
+    for _ in range(4):
+        head(torch.randn(2, 8))
+    head.train()
+    train(None, lambda x, y: F.cross_entropy(out(head(body(x))), y), params=[*body.parameters(), *out.parameters()])
+
+
+def hidden_counter_between():
+    """The counter is out of reach of a replay; the module after it receives Inf."""
+    calls, head, out = iter(range(1, 20)), nn.Identity(), nn.Linear(4, 3)
+    head.register_forward_hook(lambda module, args, x: x / 0 if next(calls) == 5 else x)
+    train(None, lambda x, y: F.cross_entropy(out(head(x)), y), params=list(out.parameters()))
 
 
 torch.manual_seed(0)

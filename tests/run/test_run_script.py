@@ -86,6 +86,13 @@ value = 5
     assert finished.out == "['--lr', '3e-4'] __main__ True 3 4\n"
 
 
+def test_the_scripts_file_is_absolute_as_in_python(tmp_path):
+    (tmp_path / "train.py").write_text("import os; os.chdir('/'); print(__file__); raise KeyError")
+    done = process("train.py", cwd=tmp_path)
+    assert done.stdout.strip() == str(tmp_path / "train.py")
+    assert f'File "{tmp_path / "train.py"}", line 1' in done.stderr
+
+
 def test_the_label_shows_the_scripts_arguments(tmp_path):
     finished = run_recorded(TRAIN, "--lr", "3e-4", cwd=tmp_path)
     (header,) = finished.of_kind("header")

@@ -52,7 +52,7 @@ _REPLICATING = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)  # `_variable` must not find `module` in a `__dict__`.
 class Call:
     """One outermost call of a module: all that a replay needs, by reference."""
 
@@ -131,10 +131,16 @@ class CallLog:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.was_cut = False
-        self._has_stepped = False
+        self.finite_step: list[tuple[weakref.ref[nn.Module], bool, list[Tensor]]] = []
+        """Module, `has_grad` and norms of the outputs of each call before the last step, if that step was finite."""
+        self._has_stepped = self._was_finite = False
         self._thread = _Depth()
         self._saved_tensors_hooks: list[tuple[Any, Any]] = []
-        self._counters: weakref.WeakKeyDictionary[nn.Module, _Counters] = weakref.WeakKeyDictionary()
+        # By `training`: some counters advance in training only, and a validation may come first.
+        self._counters: dict[bool, weakref.WeakKeyDictionary[nn.Module, _Counters]] = {
+            True: weakref.WeakKeyDictionary(),
+            False: weakref.WeakKeyDictionary(),
+        }
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a module, and keeps the call if it is an outermost one. See `trace.add_call_observer`."""
@@ -174,12 +180,14 @@ class CallLog:
             self._saved_tensors_hooks.pop()
         _HOOKS_METHODS[1](hooks, *error)
 
-    def note_step(self) -> None:
+    def note_step(self, *, is_finite: bool) -> None:
         """Called after an optimizer step. The calls before it go when the next one begins."""
-        self._has_stepped = True
+        self._has_stepped, self._was_finite = True, is_finite
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         if self._has_stepped:
+            finished = [(weakref.ref(call.module), call.has_grad, call.norms) for call in self.calls]
+            self.finite_step = finished if self._was_finite else []
             self.calls = [call for call in self.calls if call.is_pending]
             self._has_stepped = self.was_cut = False
         if len(self.calls) >= MAX_CALLS:
@@ -187,9 +195,10 @@ class CallLog:
             idle = next((i for i, call in enumerate(self.calls) if not call.has_grad), None)
             self.was_cut |= idle is None
             del self.calls[idle or 0]
-        if module not in self._counters:
-            self._counters[module] = _Counters(module)
-        numbers = self._counters[module].values()
+        counters = self._counters[module.training]
+        if module not in counters:
+            counters[module] = _Counters(module)
+        numbers = counters[module].values()
         state = _random_state(), _autocast(), torch.is_grad_enabled()
         call = Call(module, args, kwargs, numbers, *state, list(self._saved_tensors_hooks))
         self.calls.append(call)
@@ -267,6 +276,8 @@ class _Replay:
     input_gradient: Origin | None = None
     was_nonfinite: bool = False
     """True if an output of the call itself was not finite."""
+    harmless: set[int] = field(default_factory=set)
+    """Outputs that were not finite in the step before either, which was finite."""
 
 
 def find_culprit(log: CallLog, params: Sequence[Tensor], names: Mapping[nn.Module, str], *, loss_value: str) -> Culprit:
@@ -289,7 +300,7 @@ def find_culprit(log: CallLog, params: Sequence[Tensor], names: Mapping[nn.Modul
         return _unknown("no module was called since the last step")
     random_state = _random_state()
     try:
-        replays = [_replay(call, names) for call in log.calls]
+        replays = [_replay(call, names, _harmless(call, log)) for call in log.calls]
     finally:
         _set_random_state(random_state)
     culprit = _conclude(replays, params, was_cut=log.was_cut, loss_value=loss_value)
@@ -314,19 +325,22 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, was_cut: bool
         if replay.output is not None and not replay.output.is_mask and loss_value and found:
             inside.append(replay.output)
         if inside:
-            return culprit_from(_before_input(min(inside, key=lambda origin: origin.order), replay, replays))
+            return _before_input(min(inside, key=lambda origin: origin.order), replay, replays)
     for replay in replays:
         if replay.was_nonfinite and replay.output is None:
-            name = type(replay.call.module).__name__
-            why = replay.reason or "the replay of its call is finite: it depends on state that has changed since"
-            return _unknown(f"an output of {name} is NaN or Inf, but {why}")
+            return _not_reproduced(replay)
         if replay.output is not None and found and not replay.reason:
             if replay.output.is_mask:
                 name = type(replay.call.module).__name__
                 reason = f"{name} returns Inf on purpose ({replay.output.operation}), and the loss is not finite"
                 return _unknown(reason)
-            return culprit_from(_before_input(replay.output, replay, replays))
+            return _before_input(replay.output, replay, replays)
     doubts = [replay.reason for replay in replays if replay.reason]
+    doubts += [
+        f"{type(replay.call.module).__name__} returns NaN or Inf in finite steps, too; no other module is at fault"
+        for replay in replays
+        if replay.harmless and found
+    ]
     if any(replay.call.is_differentiated_twice for replay in replays):
         doubts.append("the step differentiates gradients, which a replay does not repeat")
     if doubts or was_cut:
@@ -339,12 +353,20 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, was_cut: bool
     return _after_backward(replays, bad)
 
 
-def _before_input(origin: Origin, replay: _Replay, replays: list[_Replay]) -> Origin:
-    """The origin of a NaN or Inf that came with an input: an earlier call that returned it, else the input itself."""
-    if origin.source not in ("data", "computed"):
-        return origin
-    earlier = replays[: replays.index(replay)]
-    return next((other.output for other in earlier if other.output is not None), origin)
+def _before_input(origin: Origin, replay: _Replay, replays: list[_Replay]) -> Culprit:
+    """The culprit; for a NaN or Inf that came with an input, an earlier call that returned it, if there is one."""
+    if origin.source in ("data", "computed"):
+        for earlier in replays[: replays.index(replay)]:
+            if earlier.output is not None:
+                return culprit_from(earlier.output)
+            if earlier.was_nonfinite:
+                return _not_reproduced(earlier)
+    return culprit_from(origin)
+
+
+def _not_reproduced(replay: _Replay) -> Culprit:
+    why = replay.reason or "the replay of its call is finite: it depends on state that has changed since"
+    return _unknown(f"an output of {type(replay.call.module).__name__} is NaN or Inf, but {why}")
 
 
 def _after_modules(replays: list[_Replay], loss_value: str) -> Culprit:
@@ -404,9 +426,19 @@ def _corrupt_parameters(
     return Culprit(True, text, value=values[0], module=name, source="parameter")
 
 
-def _replay(call: Call, names: Mapping[nn.Module, str]) -> _Replay:
+def _harmless(call: Call, log: CallLog) -> set[int]:
+    """Indices of outputs that are not finite and were not in the last step either, although that step was finite."""
+    earlier = [norms for ref, has_grad, norms in log.finite_step if (ref(), has_grad) == (call.module, call.has_grad)]
+    return _nonfinite(call.norms) & {i for norms in earlier for i in _nonfinite(norms)}
+
+
+def _nonfinite(norms: list[Tensor]) -> set[int]:
+    return {i for i, norm in enumerate(norms) if not math.isfinite(float(norm))}
+
+
+def _replay(call: Call, names: Mapping[nn.Module, str], harmless: set[int]) -> _Replay:
     """Runs one call again, forward and backward, and follows NaN and Inf through it."""
-    replay = _Replay(call, was_nonfinite=any(not math.isfinite(float(norm)) for norm in call.norms))
+    replay = _Replay(call, was_nonfinite=bool(_nonfinite(call.norms) - harmless), harmless=harmless)
     replay.reason = _refusal(call)
     if replay.reason:
         return replay
@@ -447,7 +479,8 @@ def _replay_call(replay: _Replay, examiner: Examiner, module: nn.Module) -> None
         stack.enter_context(examiner)
         output = nn.Module.__call__(module, *call.args, **call.kwargs)
     outputs = _outputs(output)
-    origins = [origin for tensor in outputs if (origin := examiner.origin_of(tensor)) is not None]
+    judged = [tensor for i, tensor in enumerate(outputs) if i not in replay.harmless]
+    origins = [origin for tensor in judged if (origin := examiner.origin_of(tensor)) is not None]
     replay.output = min(origins, key=lambda origin: origin.order, default=None)
     replay.reason = _difference(call, outputs)
     if not call.received:
@@ -585,9 +618,10 @@ def _variable(module: nn.Module) -> str:
     """The name under which the script holds a module: a local or global variable, or an attribute."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        for variables in (frame.f_locals, frame.f_globals):
+        is_ours = frame.f_globals.get("__name__", "").startswith("gradilocks.")  # Reading `f_locals` makes a referrer.
+        for variables in () if is_ours else (frame.f_locals, frame.f_globals):
             for name, value in list(variables.items()):
-                if value is module and not frame.f_globals.get("__name__", "").startswith("gradilocks."):
+                if value is module:
                     return name
         frame = frame.f_back
     for holder in gc.get_referrers(module):

@@ -189,9 +189,10 @@ def _execute(command: list[str], *, is_module: bool) -> None:
     path = os.path.realpath(command[0])
     sys.path[0] = os.path.dirname(path)
     main = ModuleType("__main__")
-    vars(main).update(__builtins__=builtins, __file__=command[0], __annotations__={})
+    file = os.path.abspath(command[0])
+    vars(main).update(__builtins__=builtins, __file__=file, __annotations__={})
     sys.modules["__main__"] = main
-    code = compile(Path(path).read_bytes(), command[0], "exec", dont_inherit=True)
+    code = compile(Path(path).read_bytes(), file, "exec", dont_inherit=True)
     exec(code, vars(main))
 
 

@@ -216,7 +216,7 @@ class StepObserver:
                 bad = [p for p in params if (grad := find([p])[0]) is not None and not bool(grad.isfinite().all())]
             losses = [] if record.loss is None else [record.loss]
             self._trace(bad, record.outcome.step, self.recorder.index_of(record), losses)
-            self.calls.note_step()
+            self._note_step()
 
     def log(self, **numbers: Any) -> None:
         """`control.log(...)`."""
@@ -318,8 +318,11 @@ class StepObserver:
             tensors["updates"] = tracked.sample.updates()
         self.recorder.step(fields, tensors)
         self._has_stepped = True
+        self._note_step()
+
+    def _note_step(self) -> None:
         if self.calls is not None:
-            self.calls.note_step()
+            self.calls.note_step(is_finite=self._since.culprit is None and not self._are_weights_corrupt)
 
     # --- optimizers and names -----------------------------------------------------------------------------------------
 
