@@ -244,6 +244,29 @@ def test_an_overflow_in_a_float16_reduction_is_skipped_by_all() -> None:
         assert weight == 0.5 - 2 * 2.0**-10
 
 
+def small_gradients_in_float16(rank: int) -> dict[tuple[Any, Any], float]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    found = {}
+    for reduced in (torch.float16, torch.float32):
+        for scale in (None, 2.0**16):
+            layer = nn.Linear(8, 8, bias=False)
+            nn.init.constant_(layer.weight, 0.5)
+            policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=reduced)
+            model: Any = fully_shard(layer, mesh=line(), mp_policy=policy)
+            control = control_of(model, scale=scale)
+            control.backward(model(torch.ones(1, 8)).float().sum() * 1e-9)
+            found[str(reduced), scale] = control.step().norm
+    return found
+
+
+def test_float16_under_fsdp2_needs_a_scale_whatever_the_dtype_of_the_reduction() -> None:
+    """All 64 gradients are 1e-9, and float16 rounds at 3e-8. With the scale 11 bits remain."""
+    for found in world(2).run(small_gradients_in_float16):
+        for (_, scale), norm in found.items():
+            assert norm == (0.0 if scale is None else pytest.approx(8e-9, rel=1e-3))
+
+
 # --- schedules and giving up -----------------------------------------------------------------------------------------
 
 
