@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from gradilocks import checkpoint, kernels
 from gradilocks.checks import check_number
 from gradilocks.clip import resolve_clip
-from gradilocks.errors import ScaleMisuse
+from gradilocks.errors import NoGradients, ScaleMisuse
 from gradilocks.events import Callback, StepRecord, Subscribers
 from gradilocks.names import Names
 from gradilocks.outcome import Outcome, RankCheck, Streak, never_finite_error, nonfinite_error
-from gradilocks.ranks.collective import handshake, unmatched_everywhere
-from gradilocks.ranks.layout import ShareFunction, is_dtensor, layout_of, replicas_of
+from gradilocks.ranks.collective import common_to_all, handshake
+from gradilocks.ranks.layout import Layout, ShareFunction, is_dtensor, layout_of, replicas_of
 from gradilocks.scale import check_scale, resolve_scale
 from gradilocks.schedule import Scheduler
 from gradilocks.step.closure import step_with_closure
@@ -196,7 +196,7 @@ class GradientControl:
             return self._step_with_closure(closure)
         is_unscaled, overflow = self._check_before_step(which)
         plan = self._plan(which)
-        if plan.layout is not None:
+        if plan.names_by_rank is None:
             self._compare_ranks(plan)
         loss, has_subscribers = self._loss(), bool(self._subscribers)
         try:
@@ -328,6 +328,9 @@ class GradientControl:
         """
         checkpoint.load(self, state_dict)
         self._streak.restart(int(self._state.streak))
+        if self._layout is None:
+            for plan in self._plans.values():
+                plan.names_by_rank = None  # Replicas of DistributedDataParallel compare their scales again.
 
     # --- internal -----------------------------------------------------------------------------------------------------
 
@@ -440,22 +443,40 @@ class GradientControl:
     def _compare_ranks(self, plan: StepPlan) -> None:
         """Exchanges settings and parameter names with the other ranks, at the first step of a plan."""
         layout = plan.layout or self._replicas
-        if plan.names_by_rank is not None or layout is None:
+        if plan.names_by_rank is not None:
+            return
+        if layout is None:
+            plan.names_by_rank = (plan.names,)
             return
         settings = {
-            "scale": repr(self._state.policy),
-            "clip": repr(self._clip),
-            "on_nonfinite": self._on_nonfinite,
-            "give_up_after": str(self._streak.limit),
+            "scale=": repr(self._state.policy),
+            "clip=": repr(self._clip),
+            "on_nonfinite=": self._on_nonfinite,
+            "give_up_after=": str(self._streak.limit),
         }
         if plan.layout is None:
             # Replicas of DistributedDataParallel decide alone, so this is the only time they compare their scales.
-            settings["load_state_dict"] = f"scale {self.scale:g} at step {int(self._state.steps)}"
+            settings["the loaded state"] = f"scale {self.scale:g} at step {int(self._state.steps)}"
             plan.names_by_rank = handshake(layout, settings, plan.names)
             return
         per_tensor = any(getattr(policy, "per", "model") == "tensor" for policy in self._clip)
-        plan.names_by_rank = handshake(layout, settings, plan.names, per_tensor=per_tensor)
+        names_by_rank = handshake(layout, settings, plan.names, per_tensor=per_tensor)
         self._check_patterns()
+        self._check_not_missing_everywhere(plan, layout)
+        plan.names_by_rank = names_by_rank
+
+    def _check_not_missing_everywhere(self, plan: StepPlan, layout: Layout) -> None:
+        """Raises for mistakes that a rank cannot see alone: it may be a stage without a loss, or an idle expert."""
+        has_loss = self._state.policy is None or any(phase.phase is not Phase.CLEAR for phase in self._phases)
+        has_gradients = any(param.grad is not None for param in plan.params)
+        missing = common_to_all([*["loss"] * (not has_loss), *["gradients"] * (not has_gradients)], layout)
+        if "loss" in missing:
+            raise ScaleMisuse(
+                "step() without a scaled loss on any rank: dividing by the scale would make the gradients too small. "
+                "Return control.scale_loss(loss) from the loss function of the pipeline, or pass scale=None."
+            )
+        if "gradients" in missing:
+            raise NoGradients("no parameter has a gradient on any rank. Call backward() before step().")
 
     def _check_patterns(self) -> None:
         """Raises ValueError for keys of clip policies that match no parameter on any rank."""
@@ -466,7 +487,7 @@ class GradientControl:
             if hasattr(policy, "unmatched")
             for key in policy.unmatched(names, self._names.groups())
         ]
-        unmatched = unmatched_everywhere(unmatched, self._layout) if unmatched or self._layout is not None else []
+        unmatched = unmatched if self._layout is None else common_to_all(unmatched, self._layout)
         if unmatched:
             shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
             raise ValueError(f"{'; '.join(unmatched)} matches no parameter. The parameters are {shown}")
@@ -476,10 +497,10 @@ class GradientControl:
         if len(self.optimizers) > 1:
             raise ValueError(f"step(closure) needs a control with one optimizer; this one has {len(self.optimizers)}.")
         plan, phase = self._plan((0,)), self._phases[0]
-        self._compare_ranks(plan)
         evaluations: list[tuple[Decision, Tensor | None]] = []
 
         def unscale_and_clip() -> bool:
+            self._compare_ranks(plan)
             is_unscaled, overflow = self._check_before_step((0,))
             if self._state.policy is not None and not is_unscaled:
                 self._check_float16(plan.params)

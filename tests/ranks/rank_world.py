@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 __all__ = ["RankFailed", "World", "caught", "fork_context", "world"]
 
-LIMIT = 120.0
+LIMIT = 600.0
 """Seconds before ranks that wait for each other in vain fail the test."""
 _PRELOAD = [
     "torch._dynamo",

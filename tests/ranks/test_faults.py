@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_models import line, local_of, mesh_of, seeded
-from rank_world import fork_context
+from rank_world import LIMIT, fork_context
 from torch import nn
 
 import gradilocks
@@ -40,7 +40,7 @@ def rank_process(rank: int, store: str, pipe: Connection, layout: str, fault: st
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    limit = timedelta(seconds=120)
+    limit = timedelta(seconds=LIMIT)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
     options: dict[str, Any] = {}
     model: Any = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
@@ -108,7 +108,7 @@ def test_the_other_rank_gets_torchs_error_and_keeps_its_state(
     try:
         for process in processes:
             process.start()
-        assert pipes[0][0].poll(60), "rank 0 neither failed nor finished"
+        assert pipes[0][0].poll(LIMIT), "rank 0 neither failed nor finished"
         step, error, is_unchanged, is_same_state, state = pickle.loads(pipes[0][0].recv_bytes())
     finally:
         for process in processes:

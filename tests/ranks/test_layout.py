@@ -165,6 +165,7 @@ def test_data_parallel_replicas_decide_alone_and_partial_ones_are_an_error() -> 
 def errors(rank: int) -> dict[str, Any]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor, Partial
 
     grid, model = mesh_of((2, 2), ("dp", "tp")), nn.Linear(8, 8)
     found: dict[str, Any] = {}
@@ -175,6 +176,11 @@ def errors(rank: int) -> dict[str, Any]:
     found["group has no names"] = caught(lambda: shares(model, mesh=dist.group.WORLD, distinct="pp"))
     found["wrong type"] = caught(lambda: shares(model, mesh="dp"))
     found["wrong share"] = caught(lambda: shares(model, mesh=grid, share=lambda name, param: 2.0))
+    partial = nn.Module()
+    partial.weight = nn.Parameter(DTensor.from_local(torch.ones(4), mesh_of((4,), ("dp",)), [Partial()]))
+    found["partial sum"] = caught(lambda: shares(partial))
+    single = mesh_of((4, 1), ("dp", "pp"))
+    found["mesh of one rank"] = caught(lambda: shares(tensor_parallel(single["dp"]), mesh=single["pp"]))
     half = DeviceMesh("cpu", [0, 1])
     found["left out"] = caught(lambda: shares(model, mesh=half))
     group = dist.new_group([0, 1])
@@ -200,6 +206,10 @@ def test_layouts_that_cannot_be_known_are_errors() -> None:
         )
         assert found["not in mesh"][1] == (
             f"1.weight is a DTensor on ranks {tp}, which is not a sub-mesh of mesh= (ranks {dp})."
+        )
+        assert found["partial sum"][1].startswith("weight is a partial sum, (Partial(sum),): redistribute it")
+        assert found["mesh of one rank"][1] == (
+            f"1.weight is a DTensor on ranks 0-3, which is not a sub-mesh of mesh= (rank {rank})."
         )
         assert found["unknown dimension"][1] == "distinct= names pp, but mesh= has dimensions dp, tp."
         assert found["no mesh"][1] == "distinct=('pp',) names dimensions of mesh=, which is missing."

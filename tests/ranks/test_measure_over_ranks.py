@@ -129,6 +129,23 @@ def test_norms_over_ranks_are_those_of_whole_tensors() -> None:
             assert culprits == ()
 
 
+def other_placements(rank: int) -> list[float]:
+    """Gradients whose placements are not those of their parameter."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    mesh, whole, found = line(), torch.tensor([3.0, 4.0, 0.0, 12.0]), []
+    for placement in (Shard(0), Replicate()):
+        param = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [placement]))
+        for other in (Shard(0), Replicate(), Partial()):
+            param.main_grad = distribute_tensor(whole, mesh, [other])  # type: ignore[attr-defined]
+            found.append(measure([param], grad=lambda p: p.main_grad).norm.item())  # type: ignore[attr-defined]
+    return found
+
+
+def test_gradients_may_have_other_placements_than_their_parameters() -> None:
+    assert world(2).run(other_placements) == [pytest.approx([13.0] * 6, rel=1e-7)] * 2
+
+
 def stages(rank: int) -> list[Any]:
     """Two stages with different parameters, two replicas each; rank 2 alone has NaN."""
     mesh, stage = mesh_of((2, 2), ("pp", "dp")), rank // 2

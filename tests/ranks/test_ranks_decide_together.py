@@ -88,6 +88,8 @@ def culprits_on_stages(rank: int) -> list[Any]:
     control = GradientControl(
         torch.optim.SGD(model.parameters(), lr=0.1), model=model, mesh=mesh, distinct="pp", scale=8.0
     )
+    if rank == 2:
+        control.scale_loss(torch.ones((), requires_grad=True))
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     if rank == 3:
@@ -242,6 +244,29 @@ def test_an_overflow_in_a_float16_reduction_is_skipped_by_all() -> None:
         assert weight == 0.5 - 2 * 2.0**-10
 
 
+def small_gradients_in_float16(rank: int) -> dict[tuple[Any, Any], float]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    found = {}
+    for reduced in (torch.float16, torch.float32):
+        for scale in (None, 2.0**16):
+            layer = nn.Linear(8, 8, bias=False)
+            nn.init.constant_(layer.weight, 0.5)
+            policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=reduced)
+            model: Any = fully_shard(layer, mesh=line(), mp_policy=policy)
+            control = control_of(model, scale=scale)
+            control.backward(model(torch.ones(1, 8)).float().sum() * 1e-9)
+            found[str(reduced), scale] = control.step().norm
+    return found
+
+
+def test_float16_under_fsdp2_needs_a_scale_whatever_the_dtype_of_the_reduction() -> None:
+    """All 64 gradients are 1e-9, and float16 rounds at 3e-8. With the scale 11 bits remain."""
+    for found in world(2).run(small_gradients_in_float16):
+        for (_, scale), norm in found.items():
+            assert norm == (0.0 if scale is None else pytest.approx(8e-9, rel=1e-3))
+
+
 # --- schedules and giving up -----------------------------------------------------------------------------------------
 
 
@@ -320,11 +345,14 @@ def test_a_nonfinite_gradient_on_one_rank_raises_on_every_rank() -> None:
 
 def different_settings(rank: int) -> dict[str, Any]:
     found = {}
-    for name, options in {
+    settings: dict[str, dict[str, Any]] = {
         "clip": {"clip": 1.0 if rank < 3 else 0.5},
         "scale": {"scale": None if rank == 0 else 4.0},
         "give_up_after": {"give_up_after": 10 + rank % 2},
-    }.items():
+        "distinct": {"mesh": line("pp"), "distinct": "pp" if rank == 0 else ()},
+        "share": {"share": (lambda name, param: 1.0) if rank == 1 else None},
+    }
+    for name, options in settings.items():
         model = sharded()
         control = control_of(model, **options)
         backward(control, model, rank)
@@ -347,6 +375,8 @@ def test_different_settings_are_an_error_on_every_rank_at_the_first_step() -> No
         assert found["clip"][1].endswith("on rank 3. Construct the control identically on every rank.")
         assert found["scale"][1].startswith("scale= differs: None on rank 0, StaticScale")
         assert found["give_up_after"][1].startswith("give_up_after= differs: 10 on ranks 0, 2, 11 on ranks 1, 3")
+        assert found["distinct"][1].startswith("distinct= differs: ('pp',) on rank 0, () on ranks 1-3. Construct")
+        assert found["share"][1].startswith("share= differs: None on ranks 0, 2-3, a function on rank 1. Construct")
         assert found["parameters"][1].startswith(
             "ranks 0, 2 should hold the same parameters, but only rank 0 has head.bias."
         )
@@ -374,6 +404,55 @@ def test_ranks_with_different_scales_or_steps_skip_and_raise_everywhere() -> Non
             kind, message, is_unchanged = found[name]
             assert (kind, is_unchanged) == ("RanksDiffer", True)
             assert message.startswith(f"{name} differs: {text}. The step was skipped on every rank.")
+
+
+def different_replicas(rank: int) -> list[Any]:
+    """DistributedDataParallel sends no rows, so settings and loaded states are compared before they are used."""
+    model = nn.parallel.DistributedDataParallel(seeded(Model))
+    before = [param.detach().clone() for param in model.parameters()]
+    found: list[Any] = []
+    for options, state in (({"clip": 1.0 + rank}, None), ({}, {"scale": 4.0 + 4.0 * rank})):
+        control = control_of(model, **options)
+        if state is not None:
+            control.load_state_dict(state)
+        backward(control, model, rank)
+        found.append(caught(control.step))
+    control = control_of(model, scale=gradilocks.DynamicScale(init_scale=8.0))
+    backward(control, model, 0)
+    outcome = control.step()
+    found.append([outcome.skipped, all(map(torch.equal, before, model.parameters()))])
+    control.load_state_dict({"scale": 4.0 + 4.0 * rank})  # Later states are compared, too.
+    backward(control, model, 0)
+    return [*found, caught(control.step)]
+
+
+def test_replicas_compare_settings_and_loaded_states() -> None:
+    for settings, state, step, later in world(2).run(different_replicas):
+        assert settings[0] == state[0] == later[0] == "RanksDiffer"
+        assert settings[1].startswith("clip= differs: (ClipByNorm(max_norm=1.0, order=2.0),) on rank 0, (ClipByNorm(")
+        assert state[1].startswith("the loaded state differs: scale 4 at step 0 on rank 0, scale 8 at step 0 on rank 1")
+        assert step == [False, False]
+        assert later[1].startswith("the loaded state differs: scale 4 at step 0 on rank 0, scale 8")
+
+
+def nothing_on_any_rank(rank: int) -> list[Any]:
+    """A pipeline whose loss function does not scale; then a step without backward."""
+    model = nn.ModuleDict({f"layer{rank}": nn.Linear(2, 2)})
+    layer, options = model[f"layer{rank}"], {"mesh": line("pp"), "distinct": "pp"}
+    layer(torch.ones(1, 2)).sum().backward()
+    before = layer.weight.detach().clone()
+    unscaled = caught(control_of(model, **options).step)
+    model.zero_grad()
+    empty = caught(control_of(model, scale=None, **options).step)
+    return [unscaled, empty, torch.equal(before, layer.weight)]
+
+
+def test_a_loss_or_gradients_that_are_missing_on_every_rank_are_an_error() -> None:
+    for unscaled, empty, is_unchanged in world(2).run(nothing_on_any_rank):
+        assert unscaled[0] == "ScaleMisuse"
+        assert "control.scale_loss(loss) from the loss function" in unscaled[1]
+        assert empty == ("NoGradients", "no parameter has a gradient on any rank. Call backward() before step().")
+        assert is_unchanged
 
 
 def patterns(rank: int) -> list[Any]:

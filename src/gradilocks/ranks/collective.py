@@ -19,13 +19,13 @@ from gradilocks.ranks.layout import Layout, format_ranks
 __all__ = [
     "RANK_ROW",
     "combine",
+    "common_to_all",
     "describe_disagreement",
     "disagreement",
     "gather_flat",
     "gather_rows",
     "handshake",
     "reduce_powers",
-    "unmatched_everywhere",
 ]
 
 RANK_ROW = ("power", "nonfinite", "first_bad", "loss", "has_loss", "largest", "scale", "step")
@@ -123,7 +123,7 @@ def handshake(
 
     Args:
         layout: ranks that decide together.
-        settings: arguments of the control as text, by name.
+        settings: what must be equal on all ranks beside `distinct=` and `share=`, as text.
         names: names of this rank's parameters.
         per_tensor: True if norms of single tensors are reduced over ranks, which requires equal parameter lists.
 
@@ -137,12 +137,13 @@ def handshake(
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=16).digest()
     # The default __repr__ of a policy contains its address, which differs between ranks.
     settings = {key: re.sub(r" at 0x[0-9a-f]+", "", text) for key, text in settings.items()}
+    settings |= {"distinct=": repr(layout.distinct), "share=": "a function" if layout.has_share_function else "None"}
     entries = _gather_objects((settings, layout.has_tensor_norms, layout.stage, digest), layout.groups)
     for key in settings:
         values = [entry[key] for entry, *_ in entries]
         if len(set(values)) > 1:
             raise RanksDiffer(
-                f"{key}= differs: {_by_rank(values, layout.ranks)}. Construct the control identically on every rank."
+                f"{key} differs: {_by_rank(values, layout.ranks)}. Construct the control identically on every rank."
             )
     if per_tensor and not all(has_tensor_norms for _, has_tensor_norms, *_ in entries):
         raise ValueError(
@@ -178,16 +179,10 @@ def _raise_for_lists(by_rank: Sequence[Sequence[str]], stages: Sequence[int], la
         )
 
 
-def unmatched_everywhere(unmatched: Sequence[str], layout: Layout | None) -> list[str]:
-    """Returns the patterns that match no parameter on any rank. A collective unless `layout` is None.
-
-    Args:
-        unmatched: patterns that match no parameter on this rank.
-        layout: ranks that decide together.
-    """
-    everywhere = [set(unmatched)] if layout is None else map(set, _gather_objects(list(unmatched), layout.groups))
-    common = set.intersection(*everywhere)
-    return [pattern for pattern in unmatched if pattern in common]
+def common_to_all(items: Sequence[str], layout: Layout) -> list[str]:
+    """Returns the items that every rank passes, such as patterns that match no parameter of a rank. A collective."""
+    common = set.intersection(*map(set, _gather_objects(list(items), layout.groups)))
+    return [item for item in items if item in common]
 
 
 def _gather_objects(item: Any, groups: Sequence[Any]) -> list[Any]:

@@ -71,6 +71,8 @@ class Layout:
     """For each parameter, the weight of this rank's elements in sums over all ranks."""
     device: torch.device
     """Device that the groups' backend supports."""
+    distinct: tuple[str, ...] = ()
+    """Names of the `distinct=` dimensions."""
     has_share_function: bool = False
     """True if `share=` was given, so that parameter lists may differ between ranks."""
     has_tensor_norms: bool = True
@@ -144,24 +146,25 @@ def layout_of(
     if unknown:
         dims = f"has dimensions {', '.join(grid.names)}" if grid.names else "has no named dimensions"
         raise ValueError(f"distinct= names {', '.join(unknown)}, but mesh= {dims}.")
-    if grid.ranks.numel() == 1:
-        return None
     declared = [
         None if share is None else _checked(share(name, p), name) for p, name in zip(params, names, strict=True)
     ]
-    if not grid.is_declared and not _must_combine_norms(params, names, declared, models):
+    if not grid.is_declared and (grid.ranks.numel() == 1 or not _must_combine_norms(params, names, declared, models)):
         return None
     distinct_dims = [grid.names.index(name) for name in distinct]
     shares = [
         _share(param, name, grid, distinct_dims) if value is None else value
         for param, name, value in zip(params, names, declared, strict=True)
     ]
+    if grid.ranks.numel() == 1:
+        return None
     spans_stages = any(_span(param, grid, dim) > 1 for dim in distinct_dims for param in params)
     return _make_layout(
         params,
         shares,
         grid,
         distinct_dims,
+        distinct=distinct,
         has_share_function=share is not None,
         has_tensor_norms=not (distinct_dims and (share is not None or spans_stages)),
     )
@@ -285,6 +288,10 @@ def _share(param: Tensor, name: str, grid: _RankGrid, distinct: Sequence[int]) -
     spec = dtensor_spec(param)
     if spec is not None:
         own = spec.device_mesh.mesh
+        if any(placement.is_partial() for placement in spec.placements):
+            raise ValueError(
+                f"{name} is a partial sum, {tuple(spec.placements)}: redistribute it to Shard or Replicate."
+            )
         placements = enumerate(spec.placements)
         shards = math.prod(own.size(dim) for dim, placement in placements if not placement.is_replicate())
         where = f"{name} is a DTensor on {format_ranks(own.flatten().tolist())}"
@@ -308,7 +315,7 @@ def _span(param: Tensor, grid: _RankGrid, dim: int) -> int:
 
 
 def _make_layout(
-    params: Sequence[Tensor], shares: Sequence[float], grid: _RankGrid, distinct: Sequence[int], **options: Any
+    params: Sequence[Tensor], shares: Sequence[float], grid: _RankGrid, stage_dims: Sequence[int], **options: Any
 ) -> Layout:
     import torch.distributed as dist
 
@@ -317,13 +324,13 @@ def _make_layout(
     groups = (dist.group.WORLD,) if grid.is_world else tuple(grid.dim_groups[dim] for dim in dims)
     coordinate = (grid.ranks == rank).nonzero()[0].tolist()
     stage = 0
-    for dim in distinct:
+    for dim in stage_dims:
         stage = stage * sizes[dim] + coordinate[dim]
     return Layout(
         ranks=tuple(range(grid.ranks.numel())) if grid.is_world else tuple(grid.ranks.flatten().tolist()),
         groups=groups,
-        spmd_groups=tuple(grid.dim_groups[dim] for dim in dims if dim not in distinct) if distinct else groups,
-        distinct_groups=tuple(grid.dim_groups[dim] for dim in distinct if dim in dims),
+        spmd_groups=tuple(grid.dim_groups[dim] for dim in dims if dim not in stage_dims) if stage_dims else groups,
+        distinct_groups=tuple(grid.dim_groups[dim] for dim in stage_dims if dim in dims),
         stage=stage,
         shares=tuple(shares),
         device=collective_device(groups[0], params),

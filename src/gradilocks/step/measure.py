@@ -15,7 +15,7 @@ from gradilocks import kernels
 from gradilocks.checks import check_order
 from gradilocks.names import Names
 from gradilocks.ranks.collective import RANK_ROW, combine, gather_rows, handshake, reduce_powers
-from gradilocks.ranks.layout import Layout, ShareFunction, layout_of
+from gradilocks.ranks.layout import Layout, ShareFunction, is_dtensor, layout_of, reduce_partial
 from gradilocks.step.decide import local_row
 from gradilocks.step.gradients import device_indices, elements
 from gradilocks.step.state import StepState
@@ -101,7 +101,7 @@ def measure(
         raise ValueError("measure() was given no parameters that require grad.")
     read = grad or _default_gradient
     layout, by_rank = _layout_and_names(tensors, names, models, mesh, distinct, share)
-    grads = [None if (found := read(param)) is None else elements(found) for param in tensors]
+    grads = [None if (found := read(param)) is None else elements(_as_placed(found, param)) for param in tensors]
     if any(found is not None for found in grads):
         statistics = statistics_of(grads, order=order)
     elif layout is None:
@@ -152,10 +152,16 @@ def _layout_and_names(
         return _layouts[key][1:]
     layout = layout_of(params, names, mesh=mesh, distinct=distinct, share=share, models=models)
     by_rank = (names,) if layout is None else handshake(layout, {}, names)
-    if len(_layouts) >= 16:
-        _layouts.clear()
+    # Live entries stay: a rank that has lost one would wait for the others to compare names.
+    for old in [old for old, (references, *_) in _layouts.items() if any(ref() is None for ref in references)]:
+        del _layouts[old]
     _layouts[key] = [weakref.ref(param) for param in params], layout, by_rank
     return layout, by_rank
+
+
+def _as_placed(grad: Tensor, param: Tensor) -> Tensor:
+    """A DTensor gradient with the placements of its parameter, from which its share follows."""
+    return reduce_partial(grad, param) if is_dtensor(grad) else grad
 
 
 def _default_gradient(param: Tensor) -> Tensor | None:
