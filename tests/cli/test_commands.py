@@ -85,7 +85,7 @@ def test_the_version_is_printed(capsys):
         (["report", "runs/a.jsonl", "-o", "runs/b.jsonl"], 2, "End it with .html."),
         (["report", "runs/a.jsonl", "-o", "no/folder/page.html"], 1, "No such file or directory"),
         (["watch", "--once", "missing.jsonl"], 1, "missing.jsonl: No such file or directory"),
-        (["ls", "missing"], 1, "missing: not a folder"),
+        (["ls", "missing"], 1, "missing: no such folder"),
         (["run"], 2, "Missing argument 'SCRIPT"),
         (["run", "missing.py"], 1, "there is no script 'missing.py'."),
         (["explain", "many"], 2, "Invalid value for 'NUMBER'"),
