@@ -173,7 +173,7 @@ def diverged(case: Case) -> Finding | None:
     ends_lost = _lost_since(steps) is not None
     is_replaced = _weights_are_replaced(steps)
     early, tenth = max(1, len(rows) // 20), max(1, len(rows) // 10)
-    late_mean = losses[-len(losses) // 4 :].mean()
+    late_mean = losses[len(losses) // 2 :].mean()
     # On the way to NaN the loss grows with every step, so the last few show how far it came.
     level = losses[-3:].max() if ends_lost else np.median(losses[-tenth:])
     usual = max(abs(first), float(np.median(np.abs(losses[:early]))))
@@ -192,7 +192,7 @@ def diverged(case: Case) -> Finding | None:
         "problem" if is_problem else "warning",
         ("The loss diverged" if is_problem else "The loss rose and did not come back")
         + ": first {first_loss}, highest {highest_loss}, final {final_loss}"
-        + (", mean of the last quarter {late_mean}" if final < first and not ends_lost else "")
+        + (", mean of the second half {late_mean}" if final < first and not ends_lost else "")
         + (", then NaN or Inf" if ends_lost else ""),
         "It rose from step {step} on. "
         + cause
