@@ -440,6 +440,8 @@ def _underflow(modules: tuple[ModuleGradients, ...], format: Format, scale: floa
 
 def _failure(module: ModuleGradients, format: Format, scale: float) -> str:
     """The reason why a format does not hold a module; "" if it does."""
+    if module.nonfinite:
+        return "gradients contain NaN or Inf"
     if format.overflows(module.largest_output):
         return f"outputs up to {number(module.largest_output)} overflow at {format.largest:g}"
     if format.overflows(module.largest * scale):

@@ -31,8 +31,6 @@ __all__ = ["app", "main"]
 _UsageError: Any = typer.BadParameter.__base__  # typer has no public name for it.
 EXTRAS = {"jinja2": "report", "numpy": "cli", "plotly": "report", "rich": "cli"}
 """Optional packages, with the extra of this package that installs them."""
-LAST_CULPRITS = 3
-"""Culprits that `run` names at its end."""
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 _RUN, _LOOK, _UNDERSTAND = "Run", "Look", "Understand"
@@ -121,7 +119,9 @@ def _finish(result: RunResult, script: str, folder: Path, *, quiet: bool) -> Non
 
 
 def _last_lines(report: Report) -> list[str]:
-    """The main numbers of each optimizer, then culprits that the verdict does not name."""
+    """The main numbers of each optimizer, then the first culprit if the verdict names none."""
+    from gradilocks.view.findings import NONFINITE_RULES
+
     names = ("steps", "loss", "lowest loss", "typical norm", "skipped", "clipped", "scale", "steps/s")
     lines = []
     for steps in report.optimizers:
@@ -129,8 +129,10 @@ def _last_lines(report: Report) -> list[str]:
         prefix = f"{steps.label}: " if len(report.optimizers) > 1 else ""
         shown = [f"{name} {facts[name]}" for name in names if not facts.get(name, "no ").startswith("no ")]
         lines.append(prefix + "; ".join(shown))
-    others = [line for line in report.culprits if line.partition(": ")[2] not in report.verdict.text]
-    return [*lines, *others[:LAST_CULPRITS]]
+    alarms = [finding for finding in report.findings if finding.severity != "note"]
+    culprits = [finding.culprit for finding in alarms if finding.rule in NONFINITE_RULES and finding.culprit]
+    is_named = any(culprit in report.verdict.text for culprit in culprits)
+    return [*lines, *(culprits[:1] if not is_named else [])]
 
 
 def _add_verdict(path: Path) -> Report:
@@ -166,7 +168,7 @@ def report(
     from gradilocks.view import report as view
 
     if output is not None and output.suffix not in (".html", ".htm"):
-        raise typer.BadParameter(f"{output} is no name for an HTML page. End it with .html.")
+        raise typer.BadParameter(f"{output} does not end with .html.")
     if as_json:
         _console().out(view.to_json(files), highlight=False)
     else:

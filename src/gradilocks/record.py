@@ -109,7 +109,7 @@ class Recorder:
         self._optimizers: dict[Any, int] = {}
         """Numbers of optimizers in the file, by control and indices."""
         self._samples: dict[int, WeightSample] = {}
-        self._steps, self._final_loss = 0, math.nan
+        self._steps, self._final_loss, self._has_start = 0, math.nan, False
         command = list(sys.argv if command is None else command)
         self._header: dict[str, Any] = {
             "kind": "header",
@@ -196,7 +196,9 @@ class Recorder:
     def write(self, line: dict[str, Any]) -> None:
         """Appends one line at once, after those that wait."""
         self.flush()
-        self._write([line])
+        # A start line after it would discard a culprit.
+        start = self._start_lines(line["optimizer"], line["step"]) if line["kind"] == "culprit" else []
+        self._write([*start, line])
 
     def flush(self) -> None:
         """Writes everything that waits. Waits for the device."""
@@ -285,15 +287,19 @@ class Recorder:
         if self._header["device"] != (device := _device()):  # CUDA is initialized after the header was written.
             self._header["device"] = device
             lines.append(self._header)
-        if not self._steps or step <= self._step[index]:
-            lines.append({"kind": "start", "step": step - 1, "time": line["time"]})
+        lines += self._start_lines(index, step)
         self._step[index] = step
         self._steps += 1
         if math.isfinite(line.get("loss", math.nan)):
             self._final_loss = line["loss"]
-        if self.rank and not line["nan"] + line["inf"]:
+        return lines if self.rank and not line["nan"] + line["inf"] else [*lines, line]
+
+    def _start_lines(self, index: int, step: int) -> list[dict[str, Any]]:
+        """A start line before the first step and where step numbers restart."""
+        if self._has_start and step > self._step[index]:
             return []
-        return [*lines, line]
+        self._has_start, self._step[index] = True, step - 1
+        return [{"kind": "start", "step": step - 1, "time": time.time()}]
 
     def _write(self, lines: Sequence[dict[str, Any]]) -> None:
         if os.getpid() == self._process and self._file is not None:

@@ -337,6 +337,7 @@ def test_nan_and_zero_gradients_give_no_recommendation(value):
     nonfinite = audit_of({"parameters": [1.0]}, {"parameters": [value, 1.0]})
     assert nonfinite.recommended is None
     assert nonfinite.conclusion() == "No recommendation: gradients contain NaN or Inf in m1. Find the cause first."
+    assert not any(result.holds for result in nonfinite.formats)
     zero = audit_of({"parameters": [0.0], "outputs": [0.0]})
     assert zero.recommended is None
     assert zero.conclusion() == "No recommendation: all gradients are zero."

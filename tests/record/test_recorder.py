@@ -247,6 +247,29 @@ def test_a_resumed_training_appends_and_discards_what_it_repeats(tmp_path):
     assert len(of_kind(path, "header")) == 2
 
 
+def test_a_culprit_of_the_first_step_is_kept(tmp_path):
+    """It was written before the start line, which discarded it."""
+    recorder = Recorder(tmp_path / "run.jsonl")
+    model, control = make(recorder)
+    train(control, model, 3)
+    recorder.write({"kind": "culprit", "step": 4, "optimizer": 0, "rank": 0, "text": "first NaN"})
+    train(control, model, 1)
+    for step in (1, 1):  # Twice from the beginning: each time the numbers restart.
+        recorder.write({"kind": "culprit", "step": step, "optimizer": 0, "rank": 0, "text": "first NaN"})
+    recorder.close()
+    kinds = [(line["kind"], line.get("step")) for line in lines_of(tmp_path / "run.jsonl")]
+    assert kinds[2:] == [
+        ("start", 0),
+        *[("step", step) for step in (1, 2, 3)],
+        ("culprit", 4),
+        ("step", 4),
+        ("start", 0),
+        ("culprit", 1),
+        ("culprit", 1),
+        ("end", None),
+    ]
+
+
 def test_overwrite_deletes_an_existing_file(tmp_path):
     path = tmp_path / "run.jsonl"
     path.write_text("something else\n")

@@ -202,21 +202,24 @@ for _ in range(4):
     ]
 
 
-def test_lbfgs_runs_the_same_and_has_the_first_loss_of_each_step(tmp_path):
+def test_lbfgs_runs_the_same_and_has_the_first_loss_and_the_whole_update_of_each_step(tmp_path):
     body = """
 optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
 x = torch.randn(8, 4)
 for _ in range(4):
+    before = [param.detach().clone() for param in model.parameters()]
     def closure():
         optimizer.zero_grad()
         loss = model(x).square().mean() + 1
         loss.backward()
         return loss
     note(optimizer.step(closure))
+    note(*((param - old).norm() / old.norm() for param, old in zip(model.parameters(), before)))
 print([param.sum().item() for param in model.parameters()])
 """
-    finished, truth = recorded(body, tmp_path)
-    assert [line["loss"] for line in finished.steps] == [pytest.approx(loss) for (loss,) in truth]
+    finished, truth = recorded(body, tmp_path, detail_every=1)
+    assert [line["loss"] for line in finished.steps] == [pytest.approx(loss) for (loss,) in truth[::2]]
+    assert [line["updates"] for line in finished.steps] == [pytest.approx(list(u), rel=1e-3) for u in truth[1::2]]
     assert run_plain(HEAD + body, cwd=tmp_path).out == finished.out
 
 

@@ -694,6 +694,21 @@ def early_stopping() -> None:
 
 
 @healthy
+def a_loss_term_that_is_switched_on_later() -> None:
+    """Norm and loss jump, and the new term never falls far: "did not recover from a spike" was an alarm."""
+    model = mlp(16, 64, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for step in range(200):
+        x, y = classes(32)
+        loss = F.cross_entropy(model(x), y)
+        if step >= 100:
+            loss = loss + 100 * F.cross_entropy(model(torch.randn(64, 16)), torch.randint(4, (64,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@healthy
 def cyclic_learning_rate() -> None:
     model = mlp(16, 64, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
@@ -735,6 +750,22 @@ def lbfgs_that_converges_early() -> None:
         return loss
 
     for _ in range(150):
+        optimizer.step(closure)
+
+
+@healthy
+def lbfgs_that_converges_to_a_loss_above_zero() -> None:
+    model = nn.Linear(16, 4)
+    x, y = classes(128, noise=3.0)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=20, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y) + 0.01 * model.weight.square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(60):
         optimizer.step(closure)
 
 

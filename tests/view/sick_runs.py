@@ -169,15 +169,3 @@ def overflow_at_every_scale() -> None:
             weight.grad.fill_(math.inf)
         scaler.step(optimizer)
         scaler.update()
-
-
-def a_batch_that_undoes_the_training() -> None:
-    """One batch without a clip; afterwards a small learning rate repairs little."""
-    model = mlp(16, 64, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(1, 201):
-        x, y = classes(32)
-        optimizer.param_groups[0]["lr"] = 0.1 if step <= 100 else 1e-4
-        optimizer.zero_grad()
-        F.cross_entropy(model(50 * x if step == 100 else x), (y + 1) % 4 if step == 100 else y).backward()
-        optimizer.step()

@@ -71,7 +71,9 @@ def test_findings_name_the_optimizer_if_there_are_several() -> None:
     steps = [*made.steps(20), *made.steps(20, number=1, plant=dict.fromkeys(range(10, 21), made.NAN_LOSS))]
     run = made.run_of(*steps, made.optimizer(1, "SGD"))
     assert verdict(run).text == "Problem: optimizer 1 (SGD): Weights contain NaN or Inf since step 10 (or earlier)."
-    assert verdict(made.run_of(*made.steps(20), *made.steps(7, number=1))).text == "Healthy: 20 steps of 2 optimizers."
+    assert verdict(made.run_of(*made.steps(20), *made.steps(7, number=1))).text == (
+        "No problem found in 20 steps of 2 optimizers."
+    )
 
 
 # --- NaN and Inf ------------------------------------------------------------------------------------------------------
@@ -95,16 +97,27 @@ def test_a_finite_loss_says_exactly_since_when_the_weights_are_corrupt() -> None
 
 def test_an_unknown_origin_is_said_once_with_its_reason() -> None:
     steps = made.steps(80, plant=dict.fromkeys(range(61, 81), made.NAN_LOSS))
-    culprit = made.culprit(61, "the replay gave finite values", known=False)
+    culprit = made.culprit(61, "origin unknown: the replay gave finite values", known=False)
     text = everything(made.run_of(*steps, culprit))
     assert text.count("the replay gave finite values") == 1
     assert "Origin unknown: the replay gave finite values." in text
+    assert text.lower().count("origin unknown") == 1
 
 
 def test_a_control_is_pointed_to_run_for_the_operation() -> None:
     steps = made.steps(80, plant=dict.fromkeys(range(61, 81), made.NAN_LOSS))
     assert "`gradilocks run` finds the operation" in everything(made.run_of(*steps, source="control"))
     assert "finds the operation" not in everything(made.run_of(*steps))
+
+
+def test_with_several_optimizers_the_first_culprit_is_named() -> None:
+    steps = [
+        *made.steps(20, plant=dict.fromkeys(range(11, 21), made.NAN_LOSS)),
+        *made.steps(20, number=1, plant=dict.fromkeys(range(10, 21), made.NAN_LOSS)),
+    ]
+    culprits = [made.culprit(11, "NaN in parameter g"), made.culprit(10, CULPRIT, optimizer=1)]
+    text = verdict(made.run_of(*steps, made.optimizer(1), *culprits)).text
+    assert text.endswith(f"{CULPRIT}.")
 
 
 def test_finite_steps_after_an_applied_nan_make_it_a_warning() -> None:
@@ -122,7 +135,7 @@ def test_a_loss_that_stays_nan_in_skipped_steps_leaves_the_weights_alone() -> No
     plant = {step: {**made.NAN_LOSS, "skipped": True} for step in range(250, 301)}
     finding = found(made.made_run(plant=plant))["nonfinite_loss"]
     assert (finding.severity, finding.title) == ("problem", "The loss has been NaN or Inf since step 250")
-    assert "These steps were skipped, so the weights are not affected" in finding.text
+    assert "NaN or Inf did not reach the weights" in finding.text
 
 
 def test_single_nan_losses_that_were_skipped_are_a_warning_without_advice_on_scales() -> None:
@@ -142,7 +155,7 @@ def test_a_loss_that_was_never_finite_is_said() -> None:
 def test_a_nan_loss_with_finite_gradients_does_not_affect_the_weights() -> None:
     finding = found(made.made_run(plant={100: {"loss": "nan"}}))["nonfinite_loss"]
     assert finding.severity == "warning"
-    assert "The gradients were finite, or the step skipped" in finding.text
+    assert "NaN or Inf did not reach the weights" in finding.text
 
 
 # --- skipped steps ----------------------------------------------------------------------------------------------------
@@ -182,6 +195,17 @@ def test_a_scale_that_falls_to_nothing_is_named() -> None:
 
     finding = found(made.made_run(always=collapse))["skipped_steps"]
     assert "Values overflow even at a scale of 2^-34" in finding.text
+
+
+def test_a_scale_that_is_still_too_large_is_named() -> None:
+    run = made.made_run(12, always=lambda step: {"scale": 2.0 ** (33 - step), **made.SKIPPED})
+    assert "The scale was still 2^21: start from a smaller one." in found(run)["skipped_steps"].text
+
+
+def test_steps_with_a_lost_loss_are_not_counted_twice() -> None:
+    plant = {10: made.SKIPPED, 20: {**made.NAN_LOSS, "skipped": True}}
+    title = found(made.made_run(always=scaled, plant=plant))["skipped_steps"].title
+    assert title == "1 of 300 steps (0.33%) skipped for NaN or Inf in the gradients while the loss was finite"
 
 
 def test_rejected_steps_are_counted_apart() -> None:
@@ -293,6 +317,11 @@ def test_divergence_before_nan_is_the_verdict_and_its_culprit_is_named() -> None
     assert verdict(run).text.endswith(", then NaN or Inf; first Inf: output of mm in head (forward).")
 
 
+def test_a_divergence_needs_steps_that_change_the_weights() -> None:
+    run = made.made_run(20, always=lambda step: {"loss": 10.0**step, "skipped": True, "inf": 1})
+    assert "diverged" not in found(run)
+
+
 def test_with_several_optimizers_a_loss_may_rise_a_hundredfold() -> None:
     rising = made.steps(100, always=lambda step: {"loss": 5.0 * step, "norm": step * (1.0 + step % 3)})
     assert verdict(made.run_of(*rising, *made.steps(100, number=1))).severity == "ok"
@@ -367,6 +396,7 @@ def test_mostly_zero_gradients_matter_only_if_the_loss_does_not_fall() -> None:
     ("fields", "severity", "title"),
     [
         ({}, None, None),
+        ({"status": "SystemExit: 3", "exit_code": 3}, "warning", "The script exited with status 3 after 20 steps"),
         ({"status": "KeyError: 'x'", "exit_code": 1}, "problem", "The script failed after 20 steps: KeyError: 'x'"),
         ({"status": "SIGTERM", "exit_code": 143}, "note", "The run was stopped after 20 steps (SIGTERM)"),
         ({"status": "KeyboardInterrupt"}, "note", "The run was stopped after 20 steps (KeyboardInterrupt)"),

@@ -74,9 +74,9 @@ def test_constant_curves_have_no_panel() -> None:
         "Loss scale",
         "Learning rate",
         "Zero gradient elements (mean)",
-        "Gradient norm per tensor (log10)",
-        "Update / weight per tensor (log10)",
-        "Zero elements per tensor (share)",
+        "Gradient norm per tensor (log10; yellow: large)",
+        "Update / weight per tensor (log10; yellow: large)",
+        "Zero elements per tensor (share; yellow: large)",
     ]
 
 

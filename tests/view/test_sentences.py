@@ -5,19 +5,24 @@ The numbers are computed here a second time, in plain Python from the records.
 
 from __future__ import annotations
 
+import html
+import io
 import math
 import random
 import re
 import statistics
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
-from gradilocks.view import runfile, text
+from gradilocks import cli
+from gradilocks.view import report, runfile, text, watch
 from gradilocks.view.columns import columns, facts, summarize
 from gradilocks.view.findings import Finding, find, verdict
-from gradilocks.view.report import Report
 from view import made_runs as made
 
 NUMBER = re.compile(r"(?<![\w.^])-?(?:2\^-?\d+|\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?%?)")
@@ -150,10 +155,11 @@ def check_words(finding: Finding, records: list[dict[str, Any]]) -> None:
     if "Weights contain" in finding.title:
         later = [r for r in records if r["step"] > numbers["step"]]
         assert not any(r["nan"] + r["inf"] == 0 and math.isfinite(number_of(r.get("loss", 0))) for r in later)
-    if "were skipped, so the weights" in words:
-        assert all(
-            r.get("skipped") or r.get("rejected") for r in records if not math.isfinite(number_of(r.get("loss", 0)))
-        )
+    if "did not reach the weights" in words:
+        assert not any(r["nan"] + r["inf"] and not (r.get("skipped") or r.get("rejected")) for r in records)
+    if "mean of the second half" in finding.title:
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        assert math.isclose(numbers["late_mean"], statistics.fmean(finite[len(finite) // 2 :]), rel_tol=1e-9)
     if "and the loss is not" in finding.title:
         assert any(loss != 0 for loss in losses)
     if "risen from" in words:
@@ -221,6 +227,58 @@ def test_every_view_shows_the_same_numbers(run: runfile.Run) -> None:
         if result.text.startswith("Healthy: ") and "optimizers" not in result.text:
             assert summary.final_loss < summary.first_loss
             assert f"loss {text.number(summary.first_loss)} → {text.number(summary.final_loss)}" in result.text
-    report = Report(run, "run").to_json()
-    assert report["verdict"] == verdict(run).text
-    assert [entry["steps"] for entry in report["optimizers"]] == [len(steps) for steps in columns(run)]
+    shown_as_json = report.Report(run, "run").to_json()
+    assert shown_as_json["verdict"] == verdict(run).text
+    assert [entry["steps"] for entry in shown_as_json["optimizers"]] == [len(steps) for steps in columns(run)]
+
+
+def printed(renderable: Any) -> list[str]:
+    """The lines of a terminal, with single spaces."""
+    console = Console(file=io.StringIO(), width=1000)
+    console.print(renderable)
+    return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+
+@settings(max_examples=40)
+@given(random_runs())
+def test_terminal_and_page_show_the_numbers_of_the_records(run: runfile.Run) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = made.write(Path(folder) / "run.jsonl", lines_of(run))
+        in_report, in_watch = printed(report.to_text([path])), printed(watch.view(runfile.read(path)))
+        last_lines = cli._last_lines(report.Report(run, "run"))
+        page = html.unescape(report.write_page([path], Path(folder) / "page.html").read_text(encoding="utf-8"))
+    result = verdict(run)
+    assert in_report[1] == in_watch[1] == result.text
+    assert result.text in page
+    for finding in find(run):
+        assert f"{finding.severity}: {finding.title}" in in_report
+        assert finding.title in page
+    for number, records in run.steps.items():
+        rows = list(records.values())
+        losses = [value for value in (number_of(r.get("loss")) for r in rows) if math.isfinite(value)]
+        norms = [value for value in (number_of(r.get("norm")) for r in rows) if math.isfinite(value)]
+        skipped = sum(bool(r["skipped"] or r["rejected"]) for r in rows)
+        true = {"steps": f"{len(rows):,}"}
+        if losses:
+            true["lowest loss"] = f"{text.number(min(losses))} in step"
+            true["loss"] = f"{text.number(losses[0])} → {text.number(losses[-1])}"
+        if norms:
+            true["typical norm"] = text.number(statistics.median(norms))
+        true["skipped"] = f"{skipped:,} ({text.percent(skipped / len(rows))})" if skipped else "0"
+        line = next(line for line in last_lines if len(run.steps) == 1 or line.startswith(f"optimizer {number} "))
+        for name, value in true.items():
+            assert any(shown.startswith(f"{name} {value}") for shown in in_report), (name, value)
+            assert name in ("steps", "loss") or any(shown.startswith(f"{name} {value}") for shown in in_watch)
+            assert f"<dt>{name}</dt><dd>{value}" in page
+            assert f"{name} {value}" in line
+
+
+def lines_of(run: runfile.Run) -> list[dict[str, Any]]:
+    """The records of a run as lines of a file."""
+    steps = [record for records in run.steps.values() for record in records.values()]
+    return [
+        run.header,
+        *run.optimizers.values(),
+        *({name: list(v) if name in runfile.TENSOR_FIELDS else v for name, v in step.items()} for step in steps),
+        *([] if run.end is None else [run.end]),
+    ]

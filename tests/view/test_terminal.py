@@ -168,7 +168,7 @@ def test_sparklines(values: list[float], bars: str) -> None:
 
 
 def test_ls_shows_runs_by_their_first_and_last_lines(tmp_path: Path) -> None:
-    closing = made.end(verdict="Healthy: fine.", severity="ok", final_loss=1.5, steps=300)
+    closing = made.end(verdict="Healthy: fine; a; b", severity="ok", final_loss=1.5, steps=600)  # Of two sessions.
     made.write(tmp_path / "b.jsonl", [made.header(time=2e9, label="train.py --b"), *made.steps(300), closing])
     made.write(tmp_path / "a.jsonl", [made.header(time=1.9e9, label="train.py --a"), *made.steps(20)])
     made.write(tmp_path / "a.rank1.jsonl", [made.header(rank=1)])
@@ -179,7 +179,7 @@ def test_ls_shows_runs_by_their_first_and_last_lines(tmp_path: Path) -> None:
     assert [entry.path.name for entry in entries] == ["audit.jsonl", "a.jsonl", "b.jsonl"]
     text = " ".join(printed(ls.to_text(entries), width=200).split())
     assert "train.py --b" in text
-    assert "300 1.5 finished Healthy: fine." in text
+    assert "300 1.5 finished Healthy: fine; a" in text
     assert "not closed, last written" in text
     assert text.index("Audits") < text.index("audit.py")
     assert (entries[1].last_step, entries[2].final_loss) == (20, 1.5)
@@ -187,7 +187,7 @@ def test_ls_shows_runs_by_their_first_and_last_lines(tmp_path: Path) -> None:
 
 def test_ls_of_an_empty_or_missing_folder(tmp_path: Path) -> None:
     assert printed(ls.to_text(ls.list_runs(tmp_path))).strip() == "No runs here."
-    with pytest.raises(runfile.BadRunFile, match="not a folder"):
+    with pytest.raises(runfile.BadRunFile, match="no such folder"):
         ls.list_runs(tmp_path / "missing")
 
 

@@ -74,7 +74,7 @@ SICK = {
         ),
         "nonfinite_loss",
         "warning",
-        "These steps were skipped",
+        "did not reach the weights",
     ),
     "overflow at every scale": (sick.overflow_at_every_scale, "skipped_steps", "problem", "Values overflow even at"),
     "Adam with 1e-8": (classifier(adam(1e-8), steps=200), "not_learning", "warning", "(1e-08) is too small"),
@@ -134,7 +134,6 @@ SICK = {
         "rounded away",
     ),
     "a learning rate of zero": (classifier(adam(0.0)), "unchanged_weights", "problem", "optimizer and the schedule"),
-    "a batch that undoes the training": (sick.a_batch_that_undoes_the_training, "spikes", "warning", "SkipSpikes"),
 }
 
 

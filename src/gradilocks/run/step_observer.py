@@ -182,7 +182,7 @@ class StepObserver:
     def _gradients_ready(self, optimizer: Any) -> None:
         """The gradients that an optimizer is about to use are complete."""
         tracked, bad = self._examine(optimizer)
-        if self.recorder.is_detailed(tracked.index):
+        if self.recorder.is_detailed(tracked.index) and self._first_closure is None:
             tracked.sample.take()
         if bad and self._guard is not None:
             self._guard.apply(parameters([optimizer]), tracked.step + 1, str(self._since.culprit or "NaN or Inf"))

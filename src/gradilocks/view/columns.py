@@ -30,7 +30,7 @@ DEFINITIONS = {
     "skipped": "steps that left the parameters unchanged",
     "clipped": "share of the applied steps that were clipped",
     "scale": "loss scale at the first and at the last step",
-    "learning rate": "at the first and at the last step",
+    "learning rate": "at the first and at the last step, of the first param group",
     "steps/s": "(steps - 1) / (time of the last - time of the first), of the last session",
     "duration": "from the header to the end of the file, of the last session",
 }

@@ -65,9 +65,9 @@ def figure(runs: Sequence[Run], names: Sequence[str]) -> go.Figure | None:
     if len(runs) == 1 and len(curves) == 1:
         steps = curves[0].steps
         panels += [
-            _heat_panel(steps, "Gradient norm per tensor (log10)", _log10(steps.norms)),
-            _heat_panel(steps, "Update / weight per tensor (log10)", _log10(steps.updates)),
-            _heat_panel(steps, "Zero elements per tensor (share)", steps.zeros),
+            _heat_panel(steps, "Gradient norm per tensor (log10; yellow: large)", _log10(steps.norms)),
+            _heat_panel(steps, "Update / weight per tensor (log10; yellow: large)", _log10(steps.updates)),
+            _heat_panel(steps, "Zero elements per tensor (share; yellow: large)", steps.zeros),
         ]
     drawn = [panel for panel in panels if panel is not None]
     return _stack(drawn, has_legend=len(curves) > 1) if drawn else None
@@ -160,7 +160,7 @@ def _curve_panel(
         if caption == "Loss scale":
             _label_powers_of_two(fig, row, positive)
         if text_of is percent:
-            fig.update_yaxes(tickformat=".0%", row=row, col=1)
+            fig.update_yaxes(tickformat=".2~%", row=row, col=1)
 
     return Panel(caption, CURVE_HEIGHT, draw)
 

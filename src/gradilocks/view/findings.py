@@ -20,7 +20,7 @@ from gradilocks.view.columns import Columns, Floats, Summary, columns, json_numb
 from gradilocks.view.runfile import Record, Run
 from gradilocks.view.text import clean, count, number, percent, scale_text, some_of
 
-__all__ = ["Finding", "Verdict", "find", "verdict"]
+__all__ = ["NONFINITE_RULES", "Finding", "Verdict", "find", "verdict"]
 
 Rows = NDArray[np.int64]
 Severity = Literal["problem", "warning", "note"]
@@ -110,6 +110,7 @@ class Case:
         return int(self.steps.step[row])
 
 
+@np.errstate(all="ignore")
 def find(run: Run) -> list[Finding]:
     """All findings of a run, problems first."""
     all_steps = columns(run)
@@ -139,14 +140,15 @@ def verdict(run: Run, findings: list[Finding] | None = None) -> Verdict:
     findings = find(run) if findings is None else findings
     worst = findings[0] if findings else None
     if worst is not None and worst.severity != "note":
-        nonfinite = [finding for finding in findings if finding.rule in NONFINITE_RULES and finding.culprit]
-        is_explained = nonfinite and worst.rule in (*NONFINITE_RULES, "diverged")
-        where = f"; {nonfinite[0].culprit}" if is_explained else ""
+        # With several optimizers, the gradients of one are the first to be bad.
+        explained = [f for f in findings if f.rule in NONFINITE_RULES and f.culprit]
+        is_explained = explained and worst.rule in (*NONFINITE_RULES, "diverged")
+        where = f"; {min(explained, key=lambda finding: finding.step or 0).culprit}" if is_explained else ""
         return Verdict(f"{worst.severity.capitalize()}: {worst.title}{where}.", worst.severity)
     summaries = [summarize(run, steps) for steps in columns(run)]
     steps = count(max(summary.steps for summary in summaries), "step")
     if len(summaries) > 1:
-        return Verdict(f"Healthy: {steps} of {len(summaries)} optimizers.", "ok")
+        return Verdict(f"No problem found in {steps} of {len(summaries)} optimizers.", "ok")
     first, final = summaries[0].first_loss, summaries[0].final_loss
     if math.isnan(first):
         return Verdict(f"No problem found in {steps}.", "ok")
@@ -165,18 +167,19 @@ def diverged(case: Case) -> Finding | None:
     them raises may be another's success.
     """
     steps, rows, first, final = case.steps, case.steps.finite_loss, case.summary.first_loss, case.summary.final_loss
-    if len(rows) < 3:
+    if len(rows) < 3 or not steps.applied.any():
         return None
     losses, norms = steps.loss[rows], steps.norm[rows]
     ends_lost = _lost_since(steps) is not None
     is_replaced = _weights_are_replaced(steps)
     early, tenth = max(1, len(rows) // 20), max(1, len(rows) // 10)
+    late_mean = losses[len(losses) // 2 :].mean()
     # On the way to NaN the loss grows with every step, so the last few show how far it came.
     level = losses[-3:].max() if ends_lost else np.median(losses[-tenth:])
     usual = max(abs(first), float(np.median(np.abs(losses[:early]))))
     if is_replaced:
         # Such a model is thrown from batch to batch: some losses are small, and only their mean is large.
-        usual, level = abs(first), max(level, losses[len(losses) // 2 :].mean())
+        usual, level = abs(first), max(level, late_mean)
     norm_grew = median(norms[-tenth:]) >= 30 * median(norms[:early]) > 0 and _largest_update(steps) >= 0.05
     is_problem = level >= (1e4 if case.has_others else 100) * usual > 0 and (norm_grew or is_replaced or ends_lost)
     # With normalization layers nothing overflows when the weights are replaced, and yet nothing is learned.
@@ -189,6 +192,7 @@ def diverged(case: Case) -> Finding | None:
         "problem" if is_problem else "warning",
         ("The loss diverged" if is_problem else "The loss rose and did not come back")
         + ": first {first_loss}, highest {highest_loss}, final {final_loss}"
+        + (", mean of the second half {late_mean}" if final < first and not ends_lost else "")
         + (", then NaN or Inf" if ends_lost else ""),
         "It rose from step {step} on. "
         + cause
@@ -197,6 +201,7 @@ def diverged(case: Case) -> Finding | None:
             "first_loss": first,
             "highest_loss": losses.max(),
             "final_loss": final,
+            "late_mean": late_mean,
             "step": case.step(row),
             **numbers,
         },
@@ -276,7 +281,7 @@ def corrupt_weights(case: Case) -> Finding | None:
         "Weights contain NaN or Inf since step {step}" + earlier,
         f"Step {{step}} was applied with NaN or Inf in the gradients{rank}. {{origin}}"
         + ("The last loss before it was {loss_before}. " if len(before) else "")
-        + "Continue from a checkpoint before step {step}. "
+        + ("Continue from a checkpoint before step {step}. " if first else "")
         + SKIP_ADVICE,
         values={"origin": origin, **numbers},
         culprit=culprit,
@@ -289,11 +294,7 @@ def nonfinite_loss(case: Case) -> Finding | None:
     rows = np.flatnonzero(steps.lost_loss)
     if not len(rows) or (steps.nonfinite & steps.applied).any():
         return None
-    are_skipped = steps.skipped[rows].all()
-    text = "{origin}" + (
-        "These steps were skipped" if are_skipped else "The gradients were finite, or the step skipped"
-    )
-    text += ", so the weights are not affected. "
+    text = "{origin}NaN or Inf did not reach the weights. "
     text += "Check the batches, and what the loss divides by or takes the logarithm of."
     since = _lost_since(steps)
     if since == 0 or (since is not None and len(steps) - since >= 3):
@@ -302,7 +303,8 @@ def nonfinite_loss(case: Case) -> Finding | None:
             "The loss is NaN or Inf in every step" if since == 0 else "The loss has been NaN or Inf since step {step}"
         )
         return _finding("problem", title, text, values={"step": case.step(since), "origin": origin}, culprit=culprit)
-    title = "The loss was NaN or Inf in {lost_losses:step} (first: step {step})"
+    where = "step {step}" if len(rows) == 1 else "{lost_losses:step} (first: step {step})"
+    title = "The loss was NaN or Inf in " + where
     origin, culprit = _origin(case, rows)
     values = {"step": case.step(rows[0]), "lost_losses": len(rows), "origin": origin}
     return _finding("warning", title, text, values=values, culprit=culprit)
@@ -323,27 +325,29 @@ def skipped_steps(case: Case) -> Finding | None:
     scale = steps.scale[rows[-1]]
     has_scale = bool((steps.scale[rows] > 1).any())
     is_stuck = longest >= 20 and rows[-1] == len(steps) - 1
+    is_all = len(rows) == len(steps) >= 3
     severity: Severity = "note"
-    advice = "A dynamic scale costs a few steps."
+    advice = "A dynamic scale skips a step now and then."
     if is_stuck or late_share >= 0.1:
         severity = "problem"
-    elif late_share >= 0.01 or not has_scale or len(rows) == len(steps) >= 3:
+    elif late_share >= 0.01 or not has_scale or is_all:
         severity = "warning"
     if not has_scale:
         advice = "Check the inputs, and divisions, logarithms and square roots."
-    elif is_stuck and scale <= 1:
+    elif (is_stuck or is_all) and scale <= 1:
         advice = (
             "Values overflow even at a scale of {last_scale}: check the inputs, lower the learning rate, or train in "
         )
         advice += "bfloat16."
-    elif is_stuck:
+    elif is_stuck or is_all:
         advice = "The scale was still {last_scale}: start from a smaller one."
     elif severity != "note":
         advice = "HeadroomScale avoids overflows; a longer growth_interval makes them rarer."
     origin, culprit = _origin(case, rows)
     return _finding(
         severity,
-        "{skipped} of {steps:step} ({skipped_share}) skipped for NaN or Inf in the gradients",
+        "{skipped} of {steps:step} ({skipped_share}) skipped for NaN or Inf in the gradients"
+        + (" while the loss was finite" if steps.lost_loss.any() else ""),
         "The first was step {step}, the longest streak {longest:step}. {origin}" + advice,
         values={
             "step": case.step(rows[0]),
@@ -381,11 +385,8 @@ def _origin(case: Case, rows: Rows) -> tuple[str, str | None]:
         records = sorted(by_step.get(step, []), key=lambda record: not record.get("known"))
         if records:
             text = clean(records[0].get("text", "")).rstrip(".")
-            if not records[0].get("known"):
-                return f"Origin unknown: {text}. ", None
-            return (
-                f"{text[:1].upper()}{text[1:]}. " if step == case.step(rows[0]) else f"Step {step:,}: {text}. "
-            ), text
+            sentence = f"{text[:1].upper()}{text[1:]}. " if step == case.step(rows[0]) else f"Step {step:,}: {text}. "
+            return sentence, text if records[0].get("known") else None
     if case.run.header.get("source") == "control":
         return "`gradilocks run` finds the operation that produced it. ", None
     return "", None
@@ -648,40 +649,24 @@ def zero_gradients(case: Case) -> Finding | None:
 
 
 def spikes(case: Case) -> Finding | None:
-    """The norm was ten times its usual value. An alarm only if the largest spike undid what was learned before."""
+    """The norm was ten times its usual value."""
     steps = case.steps
     ratios = _spikes(steps.norm)
     if not ratios:
         return None
     worst = max(ratios, key=lambda row: ratios[row])
-    is_guarded = {row: bool(steps.clipped[row] or steps.skipped[row]) for row in ratios}
-    after = steps.loss[worst + 1 :]
-    old, new = median(steps.loss[max(0, worst - 30) : worst]), median(after[len(after) // 2 :])
-    # A task that changes or gets harder raises the loss, too: then it falls again, or rises long after the spike.
-    jump = median(after[:10])
-    is_undone = jump >= 10 * old > 0 and 0.5 * jump <= new <= 3 * jump and new >= 0.8 * case.summary.first_loss
-    is_alarm = is_undone and len(after) >= 30 and not is_guarded[worst] and not case.has_others
+    guarded = sum(bool(steps.clipped[row] or steps.skipped[row]) for row in ratios)
     return _finding(
-        "warning" if is_alarm else "note",
-        "The loss did not recover from a spike in the gradient norm"
-        if is_alarm
-        else "{spikes:spike} in the gradient norm",
+        "note",
+        "{spikes:spike} in the gradient norm",
         "The largest was {norm} in step {step}, {ratio} times the median before it{tensor}. "
-        "Clipped or skipped: {guarded} of {spikes}."
-        + (
-            " The median loss was {loss_before} before and {loss_after} at the end. Clip the gradients, or use "
-            "SkipSpikes."
-            if is_alarm
-            else ""
-        ),
+        "Clipped or skipped: {guarded} of {spikes}.",
         values={
             "spikes": len(ratios),
-            "guarded": sum(is_guarded.values()),
+            "guarded": guarded,
             "step": case.step(worst),
             "norm": steps.norm[worst],
             "ratio": ratios[worst],
-            "loss_before": old,
-            "loss_after": new,
             "tensor": _largest_tensor(steps, worst),
         },
     )
@@ -804,11 +789,11 @@ def _ending(run: Run) -> list[Finding]:
         found.append(Finding("not_closed", "note", "The run is not closed", text))
     elif status.startswith(STOPPED):
         found.append(_finding("note", "The run was stopped after {steps:step} ({status})", values=values, rule="ended"))
-    elif status != "finished":
-        found.append(_finding("problem", "The script failed after {steps:step}: {status}", values=values, rule="ended"))
-    elif code:
+    elif code and status in ("finished", f"SystemExit: {code:g}"):
         title = "The script exited with status {code} after {steps:step}"
         found.append(_finding("warning", title, values=values, rule="ended"))
+    elif status != "finished":
+        found.append(_finding("problem", "The script failed after {steps:step}: {status}", values=values, rule="ended"))
     if run.skipped_lines:
         title = "{lines:line} of the file could not be read"
         found.append(_finding("note", title, values=values, rule="unreadable_lines"))

@@ -60,7 +60,7 @@ def list_runs(folder: Path | str) -> list[Entry]:
     try:
         files = sorted(Path(folder).glob("*.jsonl"))
         if not Path(folder).is_dir():
-            raise NotADirectoryError(0, "not a folder")
+            raise NotADirectoryError(0, "no such folder")
     except OSError as error:
         raise BadRunFile(f"{folder}: {error.strerror or error}") from error
     entries = [entry for entry in map(_entry, files) if entry is not None and not entry.header.get("rank")]
@@ -84,7 +84,8 @@ def _entry(path: Path) -> Entry | None:
     end = tail[-1] if tail and tail[-1].get("kind") == "end" else None
     losses = [to_float(step.get("loss")) for step in steps]
     final = [loss for loss in losses if math.isfinite(loss)][-1:]
-    last = (end or {}).get("steps", steps[-1].get("step") if steps else None)
+    numbers = [step["step"] for step in steps if isinstance(step.get("step"), int)]
+    last = max(numbers) if numbers else (end or {}).get("steps")
     final_loss = to_float((end or {}).get("final_loss", final[0] if final else None))
     return Entry(path, header, end, last if isinstance(last, int) else None, final_loss, modified)
 
@@ -107,8 +108,8 @@ def _tables(entries: list[Entry]) -> Iterator[RenderableType]:
     audits = [entry for entry in entries if entry.is_audit]
     if runs:
         table = Table(box=None, pad_edge=False)
-        for name in ("file", "run", "started", "steps", "final loss", "state", "verdict"):
-            table.add_column(name, overflow="fold", justify="right" if name in ("steps", "final loss") else "left")
+        for name in ("file", "run", "started", "last step", "final loss", "state", "verdict"):
+            table.add_column(name, overflow="fold", justify="right" if name in ("last step", "final loss") else "left")
         for entry in runs:
             table.add_row(*_row(entry))
         yield table
@@ -124,6 +125,7 @@ def _tables(entries: list[Entry]) -> Iterator[RenderableType]:
 def _row(entry: Entry) -> list[Text]:
     end, started = entry.end or {}, to_float(entry.header.get("time"))
     style = STYLES.get(str(end.get("severity")), "")
+    verdict = "; ".join(str(end.get("verdict", "–")).split("; ")[:2])  # Without the inputs of the culprit.
     return [
         Text(clean(entry.path.name)),
         Text(clean(entry.header.get("label", ""))),
@@ -131,5 +133,5 @@ def _row(entry: Entry) -> list[Text]:
         Text("–" if entry.last_step is None else f"{entry.last_step:,}"),
         Text("–" if math.isnan(entry.final_loss) else number(entry.final_loss)),
         Text(entry.state),
-        Text(clean(end.get("verdict", "–")), style),
+        Text(clean(verdict), style),
     ]

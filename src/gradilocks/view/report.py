@@ -76,7 +76,9 @@ class Report:
             shown |= {prefix + name: steps.info.get(name) for name in ("parameters", "tensors", "scale", "clip")}
             shown |= _flat(steps.info.get("settings"), prefix)
         shown |= _flat(header.get("config"), "config ")
-        return {clean(name): clean(value) for name, value in shown.items() if value is not None}
+        # Ten digits: a schedule makes 3.0000000000000004e-07 of 3e-07.
+        text = {name: f"{value:.10g}" if isinstance(value, float) else clean(value) for name, value in shown.items()}
+        return {clean(name): value for name, value in text.items() if shown[name] is not None}
 
     @cached_property
     def culprits(self) -> list[str]:
@@ -181,19 +183,19 @@ def to_text(paths: Sequence[Path | str]) -> RenderableType:
 
 def _text_of(report: Report, *, is_alone: bool) -> Iterator[RenderableType]:
     yield Text(report.name, "bold")
-    yield Padding(Text(report.verdict.text, STYLES[report.verdict.severity]), (0, 0, 1, 0))
+    yield Padding(Text(report.verdict.text, STYLES[report.verdict.severity]), (0, 0, 1, 0), expand=False)
     for steps in report.optimizers if is_alone else []:
         table = Table(box=None, show_header=False, pad_edge=False)
         if len(report.optimizers) > 1:
             table.add_row(Text(steps.label, "bold"), "")
         for name, value in report.facts(steps).items():
             table.add_row(Text(name, "dim"), Text(value))
-        yield Padding(table, (0, 0, 1, 0))
+        yield Padding(table, (0, 0, 1, 0), expand=False)
     for finding in report.findings:
         title = Text.assemble((f"{finding.severity}: ", STYLES[finding.severity]), finding.title)
         yield title
         if finding.text:
-            yield Padding(Text(finding.text, "dim"), (0, 0, 0, 2))
+            yield Padding(Text(finding.text, "dim"), (0, 0, 0, 2), expand=False)
     for culprit in report.culprits[:5]:
         yield Text.assemble(("culprit ", "bold"), culprit)
     if len(report.culprits) > 5:
@@ -227,6 +229,7 @@ def write_page(paths: Sequence[Path | str], output: Path | str) -> Path:
 
     output = Path(output)
     reports = read_reports(paths)
+    output.parent.mkdir(parents=True, exist_ok=True)
     script = output.parent / f"plotly-{plotly.__version__}.min.js"
     if not script.exists():
         script.write_text(get_plotlyjs(), encoding="utf-8")
