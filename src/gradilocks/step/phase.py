@@ -123,7 +123,8 @@ class OptimizerPhase:
                 "step() without a scaled loss: the gradients do not carry the scale, so dividing by it would make them "
                 "too small. Call control.backward(loss) instead of loss.backward(), or pass scale=None."
             )
-        self._check_leftovers()
+        if self._leftovers:
+            self._check_leftovers()
 
     def check_unscale(self) -> None:
         """Raises ScaleMisuse for gradients that do not carry the scale, or are left over from an earlier step."""
