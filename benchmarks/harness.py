@@ -79,6 +79,8 @@ class Row:
     of_floor: float | None = None
     """Wall time / time of the necessary bytes at copy bandwidth."""
     error: str = ""
+    note: str = ""
+    """Other numbers, such as bytes."""
 
 
 def compete(
@@ -308,14 +310,14 @@ def environment(commit: str | None) -> dict[str, Any]:
 def table(rows: Sequence[Row], facts: dict[str, Any]) -> str:
     """Facts and rows in Markdown."""
     heads = ["workload", "mode", "contender", "wall ms", "p10 to p90", "host ms", "× torch, wall", "× torch, host"]
-    heads.append("of the floor")
+    heads += ["of the floor", "note"]
     lines = [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     previous = ["", ""]
     for row in rows:
         titles = [row.workload, row.mode]
         error = f" (**{row.error.replace('|', '/')}**)" if row.error else ""
-        cells = [*(["", ""] if titles == previous else titles), row.contender + error, *[""] * 6]
+        cells = [*(["", ""] if titles == previous else titles), row.contender + error, *[""] * 6, row.note]
         if row.ms:
             wall = row.ms["wall"]
             cells[3:6] = (
@@ -323,7 +325,7 @@ def table(rows: Sequence[Row], facts: dict[str, Any]) -> str:
                 f"{wall['p10']:.3f} to {wall['p90']:.3f}",
                 _cell(row.ms.get("host", {}).get("median")),
             )
-            cells[6:] = map(_cell, (row.faster.get("wall"), row.faster.get("host"), row.of_floor))
+            cells[6:9] = map(_cell, (row.faster.get("wall"), row.faster.get("host"), row.of_floor))
         lines.append(f"| {' | '.join(cells)} |")
         previous = titles
     return "\n".join(lines) + "\n"

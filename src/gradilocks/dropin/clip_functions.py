@@ -11,6 +11,7 @@ import math
 import types
 import warnings
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ Groups = Sequence[tuple[torch.device, Sequence[Tensor]]]
 """Tensors grouped by device; see `by_device`."""
 
 _EPSILON = 1e-6
+_dtype_of = attrgetter("dtype")
 
 
 @outside_compile
@@ -130,7 +132,10 @@ def clip_grad_value_(parameters: Tensors, clip_value: float, foreach: bool | Non
 def _unique(parameters: Tensors) -> list[Tensor]:
     if isinstance(parameters, Tensor):
         return [parameters]
-    return list({id(param): param for param in parameters}.values())
+    params = list(parameters)
+    if len(set(map(id, params))) == len(params):
+        return params
+    return list({id(param): param for param in params}.values())
 
 
 def _bound(name: str, value: Any) -> float:
@@ -219,7 +224,7 @@ def _returned_norm(total: Tensor | float, mesh: Any, groups: Groups, order: floa
             "To disable this error and scale the gradients by the non-finite norm anyway, set "
             "`error_if_nonfinite=False`; Gradilocks then leaves them unchanged."
         )
-    has_float64 = any(torch.float64 in {tensor.dtype for tensor in tensors} for _, tensors in groups)
+    has_float64 = any(torch.float64 in map(_dtype_of, tensors) for _, tensors in groups)
     dtype = torch.float64 if has_float64 else torch.float32
     norm = total.to(dtype) if isinstance(total, Tensor) else torch.tensor(total, dtype=dtype, device="cpu")
     if mesh is None:
@@ -239,9 +244,8 @@ def _multiply(groups: Groups, total: Tensor | float, max_norm: float) -> None:
         divisor = torch.nan_to_num(total + _EPSILON, nan=max_norm, posinf=max_norm)
         coefficient = (max_norm / divisor).clamp_(max=1.0)
         coefficient = coefficient if max_norm else torch.nan_to_num_(coefficient, nan=1.0)
+        for device, tensors in groups:
+            kernels.multiply_(tensors, coefficient.to(device))
     elif total < math.inf and max_norm < total + _EPSILON:
-        coefficient = torch.tensor(max_norm / (total + _EPSILON), dtype=torch.float64, device="cpu")
-    else:
-        return
-    for device, tensors in groups:
-        kernels.multiply_(tensors, coefficient.to(device))
+        for _, tensors in groups:
+            kernels.multiply_(tensors, max_norm / (total + _EPSILON))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ _TORCH_DTYPES = {
 """Dtypes that torch's own pass over the gradients supports. It is not slower than our kernels: 148 tensors of 1,000
 elements take 0.21 ms on a CPU, with the C extension 0.28 ms."""
 
+_dtype_of = attrgetter("dtype")
 Models = nn.Module | Mapping[str, nn.Module] | None
 
 
@@ -109,7 +111,8 @@ class GradScaler(torch.amp.GradScaler):
         device, params = found_inf.device, parameters([optimizer])
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         meshes = meshes_of(params) if is_distributed else []
-        if not meshes and {param.dtype for param in params} <= _TORCH_DTYPES.get(device.type, _TORCH_DTYPES["cuda"]):
+        torch_dtypes = _TORCH_DTYPES["cpu" if device.type == "cpu" else "cuda"]
+        if not meshes and torch_dtypes.issuperset(map(_dtype_of, params)):
             try:
                 flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
             except ValueError:  # float16 gradients; nothing was changed yet.

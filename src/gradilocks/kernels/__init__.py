@@ -46,7 +46,7 @@ class Backend(Protocol):
 
     def measure(self, tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = True) -> Tensor: ...
     def norm(self, tensors: Sequence[Tensor], order: float) -> Tensor | float: ...
-    def multiply_(self, tensors: Sequence[Tensor], factor: Tensor) -> None: ...
+    def multiply_(self, tensors: Sequence[Tensor], factor: Tensor | float) -> None: ...
     def clamp_(self, tensors: Sequence[Tensor], bound: Tensor) -> None: ...
     def unscale_(self, tensors: Sequence[Tensor], inverse_scale: Tensor) -> Tensor: ...
 
@@ -106,13 +106,13 @@ def norm(tensors: Sequence[Tensor], order: float) -> Tensor | float:
     return backend_for(tensors[0].device.type).norm(tensors, order)
 
 
-def multiply_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+def multiply_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
     """Multiplies tensors in place. The product is formed in float32 (float64 for float64) and rounded once.
 
     Args:
         tensors: at least one.
-        factor: float64 on the same device; 0-d, or 1-d with one entry per tensor. 1 changes no bit, and on a CPU
-            writes nothing.
+        factor: float64 on the same device; 0-d, or 1-d with one entry per tensor. A float for CPU tensors. 1 changes
+            no bit, and on a CPU writes nothing.
     """
     backend_for(tensors[0].device.type).multiply_(tensors, factor)
 

@@ -101,18 +101,19 @@ def norm(tensors: Sequence[Tensor], order: float) -> float:
     return reference.total_norm_on_host(measure(tensors, order=order, detail=False)[0].tolist(), order)
 
 
-def multiply_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+def multiply_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
     """See `gradilocks.kernels.multiply_`."""
-    factors = factor.to(torch.float64).contiguous()
-    if factors.dim() == 0 and factors.item() == 1.0:
+    numbers: Any = factor.tolist() if isinstance(factor, Tensor) else factor
+    per_tensor = isinstance(numbers, list)
+    factors = array("d", numbers if per_tensor else [numbers])
+    if not per_tensor and factors[0] == 1.0:
         return
     addresses = _Addresses(tensors)
-    addresses.call(_library.gl_change, _MULTIPLY, factors.data_ptr(), factors.dim())
-    if addresses.others:
-        others = [tensors[i] for i in addresses.others]
-        reference.multiply_(others, factors[addresses.others] if factors.dim() else factors)
-    if factors.dim():
-        tensors = [tensor for tensor, own in zip(tensors, factors.tolist(), strict=True) if own != 1.0]
+    addresses.call(_library.gl_change, _MULTIPLY, factors.buffer_info()[0], int(per_tensor))
+    for index in addresses.others:
+        reference.multiply_([tensors[index]], factors[index if per_tensor else 0])
+    if per_tensor:
+        tensors = [tensor for tensor, own in zip(tensors, factors, strict=True) if own != 1.0]
     increment_version(tensors)
 
 

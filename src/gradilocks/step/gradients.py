@@ -29,6 +29,7 @@ __all__ = [
 
 
 _layout_of: Callable[[Any], torch.layout] = attrgetter("layout")
+_device_of: Callable[[Any], torch.device] = attrgetter("device")
 
 
 def parameters(optimizers: Sequence[Any]) -> list[Tensor]:
@@ -107,7 +108,7 @@ def elements(grad: Tensor, param: Tensor | None = None) -> Tensor:
 def by_device(tensors: Sequence[Tensor | None]) -> list[tuple[torch.device, list[Tensor]]]:
     """The tensors of each device, without None; devices are in order of first appearance."""
     present = [tensor for tensor in tensors if tensor is not None]
-    devices = dict.fromkeys([tensor.device for tensor in present])
+    devices = dict.fromkeys(map(_device_of, present))
     if len(devices) == 1:
         return [(present[0].device, present)]
     return [(device, [tensor for tensor in present if tensor.device == device]) for device in devices]
