@@ -64,7 +64,7 @@ class GradientControlMixin(_Trainer):  # type: ignore[misc]
         return scheduler
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
-        """Nothing: the control clips within the step."""
+        """Does nothing: the control clips within the step."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
         """Unscales the gradients, which callbacks may read now. The step measures the norm."""
@@ -83,7 +83,7 @@ class GradientControlMixin(_Trainer):  # type: ignore[misc]
             tr_loss.zero_()  # The Trainer subtracts the logged loss from itself, and NaN - NaN is NaN.
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs also `skipped_steps` and `loss_scale`."""
+        """Adds `skipped_steps` and `loss_scale` to the log."""
         if "loss" in logs and "grad_norm" in logs:
             logs["skipped_steps"] = self._skipped_steps
             if self._last_outcome is not None and self.gradient_control._state.policy is not None:

@@ -36,10 +36,10 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class StepPlan:
-    """Runs the steps of optimizers that step together, and holds the tables and policies that these steps reuse.
+    """The steps of optimizers that step together, with their tables and clip policies.
 
-    With the common policies, gradients on a GPU take the recorded step, and on a CPU the host decides. Everything else
-    runs as torch operations on the device.
+    With scale None, StaticScale or DynamicScale and no clip policy but ClipByNorm, a GPU runs the recorded step and a
+    CPU the host step. Everything else runs as torch operations on the device.
 
     Args:
         optimizers: the optimizers that step together.
@@ -148,7 +148,7 @@ class StepPlan:
         if self._state.steps.device != device:
             self._state.to(device)
         if any(tensor is not None for tensor in tensors):
-            # Only policies beyond the plain rules use the largest magnitude.
+            # ClipByNorm with a plain scale rule does not use the largest magnitude.
             is_detailed = detail or self._rule is None
             statistics = statistics_of(tensors, order=self.clip.order, detail=is_detailed).to(device)
         else:  # The other ranks wait for this one, so it contributes zeros.
