@@ -585,7 +585,7 @@ def _torch_coefficient(norm: Tensor, max_norm: Tensor | float) -> Tensor:
 
 
 def _exact_coefficient(norm: Tensor, bound: Tensor) -> Tensor:
-    # An absolute epsilon of 1e-6 would scale norms of 1e-7 down tenfold. Here norms within the bound keep exactly 1.
+    # torch's epsilon of 1e-6 would scale norms of 1e-7 down tenfold. Here the factor of norms within the bound is 1.
     return torch.where(norm > bound, bound / norm, 1.0)
 
 

@@ -228,7 +228,7 @@ class GradientControl:
         if new_scale is not None:
             self._set_scale(new_scale)
         elif decisions or flags:
-            self._state.move_for(decisions, flags)
+            self._state.update_scale_for(decisions, flags)
         elif all(phase.phase is not Phase.USED for phase in self._phases):
             raise ScaleMisuse(
                 "update() without a step. Call step(only=optimizer) first; step() updates the scale itself."

@@ -159,7 +159,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scale, or sets it to `new_scale`, within [min_scale, max_scale]. See torch."""
+        """Updates the scale, or sets it to `new_scale`, within [min_scale, max_scale]. See torch."""
         if isinstance(new_scale, (int, float)):
             check_number("new_scale", new_scale, above=0.0, at_most=_FLOAT32.max)
         if self._outcome is not None:
@@ -238,7 +238,7 @@ class ScalerOutcome:
     def culprits(self) -> tuple[str, ...]:
         """Names of the parameters with non-finite gradients, in backward order.
 
-        The first access reads the gradients and must come before they are cleared; afterwards, and on ranks whose own
+        The first access reads the gradients, so read it before they are cleared; later, and on ranks whose own
         gradients are finite, the result is empty. `torch.nn.utils.clip_grad_norm_` spreads one NaN to all gradients;
         `gradilocks.clip_grad_norm_` does not.
         """

@@ -77,7 +77,7 @@ class ControlledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     _outcome: Outcome | None = None
 
     def step(self, closure: Any = None) -> None:
-        """Takes or skips a step if gradients are synchronized, as opposed to accumulated."""
+        """Takes or skips a step at the end of an accumulation."""
         mark_stepped(self)
         if not self.gradient_state.sync_gradients:
             return
@@ -88,7 +88,7 @@ class ControlledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self._outcome = control.step(closure)
             self.scaler.update()
         else:
-            self._outcome = control.step(only=self.optimizer)  # The scaler moves the scale before the next backward.
+            self._outcome = control.step(only=self.optimizer)  # The scaler updates the scale before the next backward.
 
     @property
     def step_was_skipped(self) -> bool:
@@ -97,7 +97,7 @@ class ControlledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class _AcceleratorScaler(ControlScaler):
-    """The control's scaler. Moves the scale when all optimizers of an iteration have stepped.
+    """The control's scaler. Updates the scale when all optimizers of an iteration have stepped.
 
     Accelerate calls `update` after the step of each optimizer, when the gradients of the next one still carry the
     scale.
@@ -105,15 +105,15 @@ class _AcceleratorScaler(ControlScaler):
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies a loss by the scale."""
-        self._move_scale()
+        self._update_scale()
         return super().scale(outputs)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the control."""
-        self._move_scale()
+        self._update_scale()
         return super().state_dict()
 
-    def _move_scale(self) -> None:
+    def _update_scale(self) -> None:
         if any(phase.pending is not None for phase in self.control._phases):
             self.update()
 
@@ -191,7 +191,7 @@ class _Methods:
 
 
 def _wrapper(accelerator: Accelerator, optimizer: Any) -> AcceleratedOptimizer:
-    """The prepared form of an optimizer."""
+    """Returns the prepared form of an optimizer."""
     for wrapper in accelerator._optimizers:
         if optimizer is wrapper or optimizer is wrapper.optimizer:
             if isinstance(wrapper, ControlledOptimizer):

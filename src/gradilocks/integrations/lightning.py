@@ -109,12 +109,12 @@ class _ControlledPrecision:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss for the native plugin."""
-        self.control.move_scale()
+        self.control.update_scale()
         self.has_loss = True
         return loss if self.scaler is not None else self.control.scale_loss(loss)
 
     def step(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> None:
-        """Steps one of the control's optimizers. With several, the scale moves before the next loss."""
+        """Steps one of the control's optimizers. With several, the scale is updated before the next loss."""
         if not any(optimizer is own for own in self.control.optimizers):
             raise ValueError(
                 f"this {type(optimizer).__name__} does not belong to the GradientControl. Pass all optimizers to "
@@ -217,7 +217,7 @@ class _Guard(StepGuard):
 
 
 class _Control(GradientControl):
-    """A control whose scale moves before the next loss or checkpoint: frameworks do not call `update`."""
+    """A control that updates its scale before the next loss or checkpoint, because frameworks do not call `update`."""
 
     def __init__(self, *optimizers: Any, **options: Any) -> None:
         super().__init__(*optimizers, **options)
@@ -228,13 +228,13 @@ class _Control(GradientControl):
         pairs = zip(optimizers, self._phases, strict=True)
         self.hooks = [optimizer.register_step_pre_hook(_Guard(phase)) for optimizer, phase in pairs]
 
-    def move_scale(self) -> None:
+    def update_scale(self) -> None:
         """Calls `update` after `step(only=)`."""
         if any(phase.pending is not None for phase in self._phases):
             self.update()
 
     def state_dict(self) -> dict[str, Any]:
-        self.move_scale()
+        self.update_scale()
         return super().state_dict()
 
 

@@ -23,7 +23,7 @@ else:
 
 
 class GradientControlMixin(_Trainer):  # type: ignore[misc]
-    """Makes a Trainer class use a GradientControl: `class Mine(GradientControlMixin, SFTTrainer)`.
+    """Mixin that gives a Trainer class a GradientControl: `class Mine(GradientControlMixin, SFTTrainer)`.
 
     `max_grad_norm` is the clip. The log has the norm over all ranks as `grad_norm`, the number of skipped steps since
     the previous log as `skipped_steps`, and with fp16 the scale as `loss_scale`.

@@ -197,7 +197,7 @@ class AddressTable:
 
         Returns:
             The five statistics of each tensor, row by row, then norm, largest magnitude and number of NaN and of Inf of
-            all tensors together. An array, because creating a tensor takes five times as long.
+            all tensors together. An array: a tensor takes five times as long to create.
         """
         if addresses is not None:
             self._addresses[:] = array("q", addresses)

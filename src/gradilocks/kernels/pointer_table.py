@@ -227,7 +227,7 @@ class Chunks:
 
     Args:
         sizes: number of elements of each tensor.
-        kinds: dtype, or whatever the tensors of one launch have in common; None excludes a tensor.
+        kinds: key of each tensor's bucket, such as its dtype; None excludes a tensor.
         size: elements per chunk, a power of two.
         limit: largest number of chunks; for more, chunks are made larger.
         device: of the tables.
@@ -302,7 +302,7 @@ def _cached_chunks(
 class PointerTable:
     """Settings of parameter groups and addresses of n parameters with their gradients and state, in device memory.
 
-    Settings and gradients come first, because they change together and are refreshed by one copy.
+    Settings and gradients are adjacent, so that one copy refreshes both.
 
     Args:
         rows: the addresses for PARAM, STEP, STATE1, STATE2 and MASTER.

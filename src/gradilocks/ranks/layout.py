@@ -77,7 +77,7 @@ class Layout:
     """True if `share=` was given, so that parameter lists may differ between ranks."""
     has_tensor_norms: bool = True
     """False if parts of one parameter may be on ranks of different stages, so that `spmd_groups` do not reach them all:
-    `share=` beside `distinct=`, or a DTensor that spans a `distinct=` dimension."""
+    `share=` with `distinct=`, or a DTensor that spans a `distinct=` dimension."""
     _weights: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property

@@ -47,7 +47,7 @@ class Decision:
     statistics: Callable[[], Tensor]
     """Returns the statistics of each gradient, [5, n]."""
     is_skipped: bool | None = None
-    """The skip flag, if the host knows it without waiting; otherwise None."""
+    """The skip flag if the host decided; otherwise None."""
     clipping: Clipping | None = None
     rank_rows: Tensor | None = None
     """[ranks, len(RANK_ROW)]; None for one rank."""

@@ -165,7 +165,7 @@ class HostStep:
         return decision
 
     def _advance(self, skipped: bool, moves: bool) -> None:
-        """Counts the step and moves the scale. A finite step that does not grow the scale only counts up."""
+        """Counts the step and updates the scale. A finite step that does not grow the scale only counts up."""
         self._steps.value += 1
         self._streak.value = self._streak.value + 1 if skipped else 0
         rules = self._state.rules
@@ -174,7 +174,7 @@ class HostStep:
         if not skipped and self._tracker.value + 1 < rules.growth_interval:
             self._tracker.value += 1
         else:
-            self._state.move(_FLAGS[skipped] > 0, torch.tensor(math.nan))
+            self._state.update_scale(_FLAGS[skipped] > 0, torch.tensor(math.nan))
 
 
 def _statistics(table: array[float], count: int) -> Tensor:

@@ -77,7 +77,7 @@ def measure(
     distinct: str | Iterable[str] = (),
     share: ShareFunction | None = None,
 ) -> Measurement:
-    """Measures gradients without stepping, for training loops that you do not own.
+    """Measures gradients without stepping, for training loops other than your own.
 
     With several ranks this is a collective that all of them must call. The first call with a list of parameters also
     compares the lists over ranks, so all ranks must change theirs at the same call. Does not wait for the device.
@@ -147,8 +147,7 @@ def _layout_and_names(
     world = distributed.group.WORLD if distributed.is_available() and distributed.is_initialized() else None
     distinct = (distinct,) if isinstance(distinct, str) else tuple(distinct)
     shares = None if share is None else tuple(map(share, names, params))
-    # The key holds values and live objects; ids of parameters are verified below, because ids are reused. So either
-    # all ranks find their entry or none does.
+    # Python reuses ids, so those of parameters are verified below. Either all ranks find their entry or none does.
     key = (world, mesh, distinct, shares, tuple(names), *map(id, params))
     if key in _layouts and all(reference() is param for reference, param in zip(_layouts[key][0], params, strict=True)):
         return _layouts[key][1:]

@@ -91,7 +91,7 @@ class StepPlan:
 
         Args:
             is_unscaled: True if the gradients no longer carry the scale.
-            moves: True if the scale moves after this step.
+            moves: True to update the scale after this step.
             overflow: 0-d flag that `unscale_` computed; None if it was not called.
             loss: 0-d, the loss of this rank.
             detail: True to measure every gradient separately, even if the decision does not need it.
@@ -168,14 +168,14 @@ class StepPlan:
 
     @torch.no_grad()
     def advance(self, decision: Decision, *, moves: bool) -> None:
-        """Counts a decided step, moves the scale and updates the clip policies."""
+        """Counts a decided step and updates the scale and the clip policies."""
         state = self._state
         state.steps += 1
         state.streak.copy_(torch.where(decision.overflow, state.streak + 1, 0))
         if decision.clipping is not None:
             self.clip.update(decision.clipping, decision.skip == 0)
         if moves:
-            state.move(decision.overflow, decision.largest, keep_scale=(decision.skip > 0) & ~decision.overflow)
+            state.update_scale(decision.overflow, decision.largest, keep_scale=(decision.skip > 0) & ~decision.overflow)
 
     def _update(self, decision: Decision, tensors: Sequence[Tensor | None]) -> None:
         begin = 0

@@ -68,7 +68,7 @@ class StepState:
             self.scale.fill_(scale)
 
     @torch.no_grad()
-    def move(self, overflow: Tensor, largest: Tensor, keep_scale: Tensor | None = None) -> None:
+    def update_scale(self, overflow: Tensor, largest: Tensor, keep_scale: Tensor | None = None) -> None:
         """Updates the scale by the policy after a step.
 
         Args:
@@ -85,7 +85,7 @@ class StepState:
             moved = new[name].to(tensor.dtype)
             tensor.copy_(moved if keep_scale is None else torch.where(keep_scale.to(device), tensor, moved))
 
-    def move_for(self, decisions: Sequence[Decision], flags: Sequence[Tensor]) -> None:
+    def update_scale_for(self, decisions: Sequence[Decision], flags: Sequence[Tensor]) -> None:
         """Updates the scale once for several optimizers that stepped one by one.
 
         Args:
@@ -96,11 +96,11 @@ class StepState:
         overflows = [*(decision.overflow for decision in decisions), *flags]
         overflow = torch.stack([flag.to(device, torch.float32) for flag in overflows]).amax() > 0
         if not decisions:
-            self.move(overflow, torch.full_like(self.scale, math.nan))
+            self.update_scale(overflow, torch.full_like(self.scale, math.nan))
             return
         largest = torch.stack([decision.largest.to(device) for decision in decisions]).amax()
         is_skipped = torch.stack([decision.skip.to(device) for decision in decisions]).amin() > 0
-        self.move(overflow, largest, keep_scale=is_skipped & ~overflow)
+        self.update_scale(overflow, largest, keep_scale=is_skipped & ~overflow)
 
 
 def _copy_to(tensor: Tensor, device: torch.device) -> Tensor:

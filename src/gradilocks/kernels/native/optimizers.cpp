@@ -4,7 +4,7 @@
 // copy is the master rounded.
 //
 // Properties of a whole tensor (weight decay or none, the form of `lerp`) are selected element by element, which costs
-// nothing beside two divisions and a root; a loop for each of 8 cases (-funswitch-loops) compiles in 14 s instead of 2.
+// nothing next to two divisions and a root; a loop for each of 8 cases (-funswitch-loops) compiles in 14 s instead of 2.
 #include <cmath>
 #include <stdlib.h>
 
