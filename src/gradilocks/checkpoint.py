@@ -40,8 +40,8 @@ def save(control: GradientControl) -> dict[str, Any]:
     state = control._state
     numbers = {name: tensor.item() for name, tensor in state.tensors.items()}
     all_indices = tuple(range(len(control.optimizers)))
-    for which in (all_indices, *((i,) for i in all_indices)):
-        control._plan(which)  # torch.distributed.checkpoint loads only the keys that a fresh control already has.
+    for indices in (all_indices, *((i,) for i in all_indices)):
+        control._plan(indices)  # torch.distributed.checkpoint loads only the keys that a fresh control already has.
     return {
         "scale": float(numbers["scale"]),
         **{name: getattr(state.policy, name, default) for name, default in _TORCH_SETTINGS.items()},
@@ -52,7 +52,7 @@ def save(control: GradientControl) -> dict[str, Any]:
             "streak": int(state.streak),
             "scale_policy": type(state.policy).__name__,
             "scale_state": {name: number for name, number in numbers.items() if name not in _TORCH_TENSORS},
-            "clip": {_key(which): _save_clip(control._plans[which]) for which in sorted(control._plans)},
+            "clip": {_key(indices): _save_clip(control._plans[indices]) for indices in sorted(control._plans)},
         },
     }
 
@@ -81,38 +81,38 @@ def load(control: GradientControl, state_dict: Mapping[str, Any]) -> None:
             "or a scaler."
         )
     state = control._state
-    own = _mapping(state_dict.get("gradilocks", {}), "gradilocks")
-    if own and own.get("version") != _VERSION:
+    entries = _mapping(state_dict.get("gradilocks", {}), "gradilocks")
+    if entries and entries.get("version") != _VERSION:
         raise BadState(
-            f"the state has format {own.get('version')!r}; this version reads format {_VERSION}. To load only the "
+            f"the state has format {entries.get('version')!r}; this version reads format {_VERSION}. To load only the "
             "scale, pass {'scale': state['scale']}."
         )
     scale = _number(state_dict["scale"], "scale")
     if not 0.0 < scale <= LARGEST_SCALE:
         raise BadState(f"scale must be above 0 and finite, got {scale}.")
-    if own.get("scale_policy") == "NoneType":
+    if entries.get("scale_policy") == "NoneType":
         scale = state.scale.item()  # Saved without scaling: the policy of this control starts from its own scale.
     low, high = state.bounds
     numbers = {
         "scale": 1.0 if state.policy is None else min(max(scale, low), high),
         "growth_tracker": _count(state_dict.get("_growth_tracker", 0), "_growth_tracker"),
     }
-    if own and own.get("scale_policy") == type(state.policy).__name__:
-        for name, number in _mapping(own.get("scale_state", {}), "scale_state").items():
+    if entries and entries.get("scale_policy") == type(state.policy).__name__:
+        for name, number in _mapping(entries.get("scale_state", {}), "scale_state").items():
             if name in state.tensors:
                 is_count = not state.tensors[name].is_floating_point()
                 numbers[name] = _count(number, name, least=-_LARGEST) if is_count else _number(number, name)
-    steps, streak = (_count(own.get(name, 0), name) for name in ("steps", "streak"))
+    steps, streak = (_count(entries.get(name, 0), name) for name in ("steps", "streak"))
     count = len(control.optimizers)
-    plans = {_key(which): which for which in (tuple(range(count)), *((i,) for i in range(count)))}
+    plans = {_key(indices): indices for indices in (tuple(range(count)), *((i,) for i in range(count)))}
     clips = []
-    for key, saved in _mapping(own.get("clip", {}), "clip").items():
+    for key, saved in _mapping(entries.get("clip", {}), "clip").items():
         if key not in plans:
             raise BadState(
                 f"the state has clip state for optimizers {key}, which a control with {count} optimizers does not have."
             )
         plan = control._plan(plans[key])
-        clips.append((plan, _loaded_clip(plan, _mapping(saved, "clip"))))
+        clips.append((plan, _read_clip(plan, _mapping(saved, "clip"))))
 
     for name, tensor in state.tensors.items():
         if name in numbers:
@@ -129,7 +129,7 @@ def load(control: GradientControl, state_dict: Mapping[str, Any]) -> None:
             phase.note_used()  # The gradients carry the previous scale.
 
 
-def _loaded_clip(plan: StepPlan, saved: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+def _read_clip(plan: StepPlan, saved: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     """Checks the saved clip state against the policies and returns it in their shapes."""
     # Policies without state, such as ClipByNorm, are settings and may differ.
     pairs = zip(plan.clip.policies, plan.clip.states, strict=True)
@@ -168,9 +168,9 @@ def _mapping(value: Any, name: str) -> Mapping[str, Any]:
     return value
 
 
-def _key(which: tuple[int, ...]) -> str:
+def _key(indices: tuple[int, ...]) -> str:
     """Returns the key for optimizers that step together, such as "0,1"."""
-    return ",".join(map(str, which))
+    return ",".join(map(str, indices))
 
 
 def _count(value: Any, name: str, *, least: int = 0) -> int:

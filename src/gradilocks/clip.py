@@ -45,7 +45,7 @@ class Limit:
     """The decision of a clip policy for one step. All tensors are on the device of the norms."""
 
     factor: Tensor
-    """0-d or one per norm, in [0, 1]: multiplies the unscaled gradients."""
+    """0-d, or 1-d with one entry per norm, in [0, 1]: multiplies the unscaled gradients."""
     bound: Tensor
     """0-d: the largest global norm the policy allows; inf for none."""
     reject: Tensor
@@ -70,8 +70,8 @@ class ClipPolicy:
     def init(self) -> dict[str, Tensor]:
         """Returns the initial state, empty for a policy without memory.
 
-        With `per = "tensor"`, a 1-d tensor holds one number per parameter. It may start as a 0-d tensor that stands for
-        all parameters.
+        With `per = "tensor"`, a 1-d tensor holds one number per parameter. `init` may return it as 0-d; it is then
+        expanded.
         """
         return {}
 
@@ -347,7 +347,7 @@ class QuantileClip(ClipPolicy):
     Args:
         quantile: between 0 and 1, interpolated linearly. The authors use 0.1, which clips nearly every step.
         window: number of norms in memory. The authors keep all.
-        warmup: number of steps that are observed before any is clipped, at most `window`.
+        warmup: number of steps before clipping starts, at most `window`.
 
     Example:
         >>> policy = QuantileClip(0.5, window=4)
@@ -386,7 +386,7 @@ class QuantileClip(ClipPolicy):
 
 @dataclass(frozen=True)
 class ZScoreClip(ClipPolicy):
-    """Clips global norms far above their running mean; the larger the norm, the closer to the mean (ZClip).
+    """Clips outliers of the global norm towards its running mean, larger ones more strongly (ZClip).
 
         z = (norm - mean) / (std + 1e-6)
         if z > threshold:  bound = mean + threshold^2 / z * std
@@ -397,9 +397,9 @@ class ZScoreClip(ClipPolicy):
     Mean and variance start as those of the first `warmup` norms.
 
     Args:
-        threshold: number of standard deviations above the mean beyond which norms are clipped.
+        threshold: number of standard deviations above the mean from which norms are clipped.
         alpha: decay of mean and variance.
-        warmup: number of steps that are observed before any is clipped.
+        warmup: number of steps before clipping starts.
 
     Example:
         >>> policy, norm = ZScoreClip(warmup=4), torch.tensor(10.0)
@@ -456,10 +456,9 @@ class SkipSpikes(ClipPolicy):
     later step is rejected: watch `outcome.rejected`.
 
     Args:
-        sigmas: number of standard deviations above the mean beyond which steps are rejected. `std` is the sample
-            standard deviation.
+        sigmas: number of sample standard deviations above the mean from which steps are rejected.
         window: number of accepted norms in memory.
-        min_history: number of accepted norms before a step can be rejected by them, at most `window`.
+        min_history: number of accepted norms before `sigmas` applies, at most `window`.
         max_norm: absolute bound, from the first step on; inf for none.
 
     Example:
@@ -508,7 +507,7 @@ class Chain:
 
 
 def chain(*policies: object) -> Chain:
-    """Combines clip policies; each applies to the gradients as the previous ones left them.
+    """Applies clip policies one after the other; each gets the norms after the previous ones.
 
     If one policy rejects a step, the step is skipped and no policy updates its state.
 
@@ -586,7 +585,7 @@ def _torch_coefficient(norm: Tensor, max_norm: Tensor | float) -> Tensor:
 
 
 def _exact_coefficient(norm: Tensor, bound: Tensor) -> Tensor:
-    # An absolute epsilon of 1e-6 would scale norms of 1e-7 down tenfold. Here norms within the bound keep exactly 1.
+    # torch's epsilon of 1e-6 would scale norms of 1e-7 down tenfold. Here the factor of norms within the bound is 1.
     return torch.where(norm > bound, bound / norm, 1.0)
 
 

@@ -41,13 +41,13 @@ _SCALED = "_gradilocks_is_scaled"
 
 
 class GradientControl:
-    """Scales the loss, checks and clips the gradients and steps the optimizers, on the device and in the right order.
+    """Scales the loss, checks and clips the gradients, and steps or skips the optimizers.
 
         backward(loss):  gradients += d(loss * scale)
         step():          measure every gradient once
                          if all are finite:  optimizer.step() with gradients * min(1, max_norm / norm) / scale
                          otherwise:          skip; parameters and optimizer state are bit for bit unchanged
-                         move the scale
+                         update the scale
 
     Args:
         optimizers: one or more objects with `param_groups` and `step`. They share the scale, the norm and the decision.
@@ -104,7 +104,7 @@ class GradientControl:
         params = parameters(optimizers)
         names = self._names.of(params)
         self._layout = layout_of(params, names, mesh=mesh, distinct=distinct, share=share, models=self._names.models)
-        # A pipeline stage may never see the loss, so its phase is unknown.
+        # Only the last pipeline stage has a loss, so the phase of the other stages is unknown.
         self._has_stages = self._layout is not None and bool(self._layout.distinct_groups)
         # Replicas whose gradients DistributedDataParallel averages.
         self._replicas = replicas_of(params, self._names.models) if self._layout is None and mesh is None else None
@@ -147,9 +147,9 @@ class GradientControl:
         Args:
             loss: must require grad. Half precision is converted to float32, so that the product does not overflow.
         """
-        given: object = loss
-        if not isinstance(given, Tensor) or not given.is_floating_point():
-            kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
+        argument: object = loss
+        if not isinstance(argument, Tensor) or not argument.is_floating_point():
+            kind = argument.dtype if isinstance(argument, Tensor) else type(argument).__name__
             raise TypeError(f"the loss must be a floating-point tensor, got {kind}.")
         if not loss.requires_grad:
             raise ValueError("the loss does not require grad: it does not depend on any trainable parameter.")
@@ -182,25 +182,25 @@ class GradientControl:
             phase.end_backward()
 
     def step(self, closure: Callable[[], Tensor] | None = None, *, only: Any = None) -> Outcome:
-        """Takes one step of the optimizers, or skips it, and moves the scale.
+        """Steps the optimizers, or skips the step, and updates the scale.
 
         Args:
             closure: function that clears the gradients, calls `control.backward(loss)` and returns the loss, for
                 optimizers such as LBFGS. The control must have one optimizer.
-            only: one of the optimizers, to step it alone. The scale then moves at the next `update()`.
+            only: one of the optimizers, to step it alone. The scale is then updated by `update()`.
         """
-        which = self._indices(only)
+        indices = self._indices(only)
         if closure is not None:
             if not callable(closure):
                 raise TypeError(f"step() takes a closure or only=optimizer, got {type(closure).__name__}.")
             return self._step_with_closure(closure)
-        is_unscaled, overflow = self._check_before_step(which)
-        plan = self._plan(which)
+        is_unscaled, overflow = self._check_before_step(indices)
+        plan = self._plan(indices)
         if plan.names_by_rank is None:
             self._compare_ranks(plan)
         loss, has_subscribers = self._loss(), bool(self._subscribers)
         try:
-            for i in which:
+            for i in indices:
                 self._phases[i].is_stepping = True
             decision = plan.step(
                 is_unscaled=is_unscaled,
@@ -210,35 +210,35 @@ class GradientControl:
                 detail=has_subscribers,
             )
         finally:
-            # Also after an error, because a second attempt would divide by the scale again.
-            for i in which:
+            # After an error too: a second attempt would divide by the scale again.
+            for i in indices:
                 self._phases[i].is_stepping = False
                 self._phases[i].note_used()
-        return self._finish(which, decision, loss, moves=only is None, is_unscaled=is_unscaled)
+        return self._finish(indices, decision, loss, moves=only is None, is_unscaled=is_unscaled)
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scale after `step(only=)` of one or more optimizers. `step()` does this itself.
+        """Updates the scale after one or more `step(only=)`. `step()` does this itself.
 
         Args:
-            new_scale: the next scale, in place of the one that the policy computes.
+            new_scale: the next scale, instead of the policy's.
         """
         decisions = [phase.pending for phase in self._phases if phase.pending is not None]
         flags = [phase.overflow for phase in self._phases if phase.overflow is not None]
         if new_scale is not None:
             self._set_scale(new_scale)
         elif decisions or flags:
-            self._state.move_for(decisions, flags)
+            self._state.update_scale_for(decisions, flags)
         elif all(phase.phase is not Phase.USED for phase in self._phases):
             raise ScaleMisuse(
                 "update() without a step. Call step(only=optimizer) first; step() updates the scale itself."
             )
         else:
-            return  # step() has already moved the scale.
+            return  # step() has already updated the scale.
         for phase in self._phases:
             phase.pending = None
             if phase.phase in (Phase.SCALED, Phase.UNSCALED):
-                phase.note_used()  # Later gradients carry a different scale and must not be added to these.
+                phase.note_used()  # Later gradients carry another scale and must not be added to these.
 
     def zero_grad(self, set_to_none: bool = True, *, only: Any = None) -> None:
         """Clears the gradients of all optimizers, or of one.
@@ -262,14 +262,14 @@ class GradientControl:
         Args:
             only: one of the optimizers.
         """
-        which = self._indices(only)
+        indices = self._indices(only)
         if self._state.policy is None:
             return
-        for i in which:
+        for i in indices:
             if not self._has_stages:
                 self._phases[i].check_unscale()
             self._check_float16(parameters([self.optimizers[i]]))
-        for i in which:
+        for i in indices:
             tensors = [tensor for tensor in find(parameters([self.optimizers[i]])) if tensor is not None]
             inverse = self._state.scale.double().reciprocal()
             flags = [
@@ -281,14 +281,14 @@ class GradientControl:
     def norm(self, only: Any = None) -> Tensor:
         """The norm of the unscaled gradients: 0-d, on their device; NaN or inf if they are not finite.
 
-        Reads the gradients once. With several ranks this is a collective, and the norm covers the gradients of all.
+        Reads the gradients once. With several ranks this is a collective, and the norm is that of all ranks.
 
         Args:
             only: one of the optimizers.
         """
-        which = self._indices(only)
-        is_unscaled, overflow = self._check_before_step(which)
-        plan = self._plan(which)
+        indices = self._indices(only)
+        is_unscaled, overflow = self._check_before_step(indices)
+        plan = self._plan(indices)
         self._compare_ranks(plan)
         row = plan.decide(find(plan.params), is_unscaled=is_unscaled, overflow=overflow).row()
         return row[3].to(torch.float32)
@@ -304,7 +304,7 @@ class GradientControl:
         return self._subscribers.add(callback)
 
     def log(self, **numbers: Any) -> None:
-        """Adds numbers to the run file (`record=`) under the latest step: `control.log(accuracy=0.9)`."""
+        """Adds numbers to the latest step of the run file (`record=`): `control.log(accuracy=0.9)`."""
         self._subscribers.log(numbers)
 
     def as_scaler(self) -> ControlScaler:
@@ -330,7 +330,7 @@ class GradientControl:
         self._streak.restart(int(self._state.streak))
         if self._layout is None:
             for plan in self._plans.values():
-                plan.names_by_rank = None  # Replicas of DistributedDataParallel compare their scales again.
+                plan.names_by_rank = None  # DistributedDataParallel replicas compare their scales again.
 
     # --- internal -----------------------------------------------------------------------------------------------------
 
@@ -341,42 +341,40 @@ class GradientControl:
             if optimizer is only:
                 return (i,)
         raise ValueError(
-            f"only= must be one of the control's {len(self.optimizers)} optimizers, got a different object of type "
-            f"{type(only).__name__}."
+            f"only= must be one of the control's {len(self.optimizers)} optimizers, got another {type(only).__name__}."
         )
 
-    def _plan(self, which: tuple[int, ...]) -> StepPlan:
-        plan = self._plans.get(which)
+    def _plan(self, indices: tuple[int, ...]) -> StepPlan:
+        plan = self._plans.get(indices)
         if plan is None:
-            everything = parameters(self.optimizers)
-            chosen = parameters([self.optimizers[i] for i in which])
-            position = {id(param): i for i, param in enumerate(everything)}
-            indices = [position[id(param)] for param in chosen]
+            params = parameters([self.optimizers[i] for i in indices])
+            position = {id(param): i for i, param in enumerate(parameters(self.optimizers))}
+            positions = [position[id(param)] for param in params]
             groups, layout = self._names.groups(), self._layout
             if layout is not None:
-                layout = replace(layout, shares=tuple(layout.shares[i] for i in indices), _weights={})
+                layout = replace(layout, shares=tuple(layout.shares[i] for i in positions), _weights={})
             plan = StepPlan(
-                [self.optimizers[i] for i in which],
-                self._names.of(chosen),
-                [groups[i] for i in indices],
+                [self.optimizers[i] for i in indices],
+                self._names.of(params),
+                [groups[i] for i in positions],
                 self._state,
                 self._clip,
                 layout,
             )
-            self._plans[which] = plan
+            self._plans[indices] = plan
         return plan
 
-    def _check_before_step(self, which: tuple[int, ...]) -> tuple[bool, Tensor | None]:
+    def _check_before_step(self, indices: tuple[int, ...]) -> tuple[bool, Tensor | None]:
         """Checks the phases; returns whether the gradients are unscaled, and the overflow flag of `unscale_`."""
-        phases = [self._phases[i] for i in which]
+        phases = [self._phases[i] for i in indices]
         if self._state.policy is not None and not self._has_stages:
             for phase in phases:
                 phase.check_step()
         unscaled = [phase.phase is Phase.UNSCALED for phase in phases]
         if any(unscaled) and not all(unscaled):
             raise ScaleMisuse(
-                "unscale_(only=) has unscaled the gradients of some optimizers, but not of the others. Call unscale_() "
-                "on all of them."
+                "unscale_(only=) has unscaled the gradients of some optimizers only. Unscale all of them, or step them "
+                "one by one with step(only=)."
             )
         flags = [phase.overflow for phase in phases if phase.overflow is not None]
         overflow = torch.stack(flags).amax() if len(flags) > 1 else flags[0] if flags else None
@@ -401,17 +399,17 @@ class GradientControl:
 
     def _finish(
         self,
-        which: tuple[int, ...],
+        indices: tuple[int, ...],
         decision: Decision,
         loss: Tensor | None,
         *,
         moves: bool,
         is_unscaled: bool = False,
     ) -> Outcome:
-        for i in which:
+        for i in indices:
             self._phases[i].pending = None if moves else decision
         self._losses.clear()
-        plan, names = self._plans[which], self._names
+        plan, names = self._plans[indices], self._names
         outcome = Outcome(
             decision.row,
             decision.statistics,
@@ -422,12 +420,12 @@ class GradientControl:
             is_captured=decision.skip.is_cuda and torch.cuda.is_current_stream_capturing(),
         )
         self.outcome = outcome
-        not_stepped = [optimizer for i, optimizer in enumerate(self.optimizers) if i not in which]
+        not_stepped = [optimizer for i, optimizer in enumerate(self.optimizers) if i not in indices]
         for scheduler in self._schedulers:
             if not any(optimizer is getattr(scheduler, "optimizer", None) for optimizer in not_stepped):
                 scheduler.note(decision.skip)
         if self._subscribers:
-            self._subscribers.send(self._record(which, outcome, loss, is_unscaled))
+            self._subscribers.send(self._record(indices, outcome, loss, is_unscaled))
         if decision.rank_rows is not None:
             self._rank_check.add(decision.rank_rows)
         if self._streak.reached(self._state.streak):
@@ -436,9 +434,9 @@ class GradientControl:
             raise nonfinite_error(outcome)
         return outcome
 
-    def _record(self, which: tuple[int, ...], outcome: Outcome, loss: Tensor | None, is_unscaled: bool) -> StepRecord:
-        rates = tuple(group.get("lr") for i in which for group in self.optimizers[i].param_groups)
-        return StepRecord(self, outcome, loss, which, rates, time.time(), is_unscaled)
+    def _record(self, indices: tuple[int, ...], outcome: Outcome, loss: Tensor | None, is_unscaled: bool) -> StepRecord:
+        rates = tuple(group.get("lr") for i in indices for group in self.optimizers[i].param_groups)
+        return StepRecord(self, outcome, loss, indices, rates, time.time(), is_unscaled)
 
     def _compare_ranks(self, plan: StepPlan) -> None:
         """Exchanges settings and parameter names with the other ranks, at the first step of a plan."""
@@ -455,18 +453,18 @@ class GradientControl:
             "give_up_after=": str(self._streak.limit),
         }
         if plan.layout is None:
-            # Replicas of DistributedDataParallel decide alone, so this is the only time they compare their scales.
+            # DistributedDataParallel replicas decide without communication, so they compare scales only here.
             settings["the loaded state"] = f"scale {self.scale:g} at step {int(self._state.steps)}"
             plan.names_by_rank = handshake(layout, settings, plan.names)
             return
         per_tensor = any(getattr(policy, "per", "model") == "tensor" for policy in self._clip)
         names_by_rank = handshake(layout, settings, plan.names, per_tensor=per_tensor)
         self._check_patterns()
-        self._check_not_missing_everywhere(plan, layout)
+        self._check_missing_on_all_ranks(plan, layout)
         plan.names_by_rank = names_by_rank
 
-    def _check_not_missing_everywhere(self, plan: StepPlan, layout: Layout) -> None:
-        """Raises for mistakes that a rank cannot see alone: it may be a stage without a loss, or an idle expert."""
+    def _check_missing_on_all_ranks(self, plan: StepPlan, layout: Layout) -> None:
+        """Raises if no rank has a loss or a gradient. A single rank without them may be a stage or an idle expert."""
         has_loss = self._state.policy is None or any(phase.phase is not Phase.CLEAR for phase in self._phases)
         has_gradients = any(param.grad is not None for param in plan.params)
         missing = common_to_all([*["loss"] * (not has_loss), *["gradients"] * (not has_gradients)], layout)

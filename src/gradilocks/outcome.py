@@ -32,8 +32,8 @@ class NonFiniteCount(NamedTuple):
 class Outcome:
     """The result of one step of a GradientControl. Reading a property waits for the device.
 
-    The device keeps the numbers of the last 1,024 steps and the counts behind `culprits` of the last 64; reading
-    older ones raises OutcomeExpired.
+    A GPU keeps the numbers of the last 1,024 steps and the counts behind `culprits` of the last 64; reading older ones
+    raises OutcomeExpired.
 
     Example:
         >>> outcome = control.step()
@@ -130,7 +130,7 @@ class Outcome:
     def loss_is_finite(self) -> bool | None:
         """False if the loss itself was NaN or Inf; None if no loss was given to `backward`.
 
-        Of all ranks that exchange rows; of this rank alone under DistributedDataParallel.
+        Covers all ranks that decide together; under DistributedDataParallel, this rank only.
         """
         if self._rank_rows is None:
             return None if self._loss is None else math.isfinite(float(self._loss))
@@ -169,7 +169,7 @@ class Outcome:
         return [lists[rank if len(lists) > 1 else 0][index] for rank, index in enumerate(first_bad) if index >= 0]
 
     def describe(self, *, limit: int = 3) -> str:
-        """Returns the reason for a skip in words: `Inf in head.weight, NaN in body.bias (+2 more)`."""
+        """Returns the reason for a skip as text: `Inf in head.weight, NaN in body.bias (+2 more)`."""
         if not self.skipped:
             return "finite gradients"
         if self.rejected:
@@ -180,7 +180,7 @@ class Outcome:
         if not parts and self._rank_rows is not None and bool(disagreement(self._rank_rows)):
             return "ranks at different scales or steps"
         if not parts and not math.isfinite(self.norm):
-            return "NaN or Inf that unscale_() found and that was removed afterwards"
+            return "NaN or Inf found by unscale_() and removed from the gradients since"
         if not parts:
             return "finite gradients that overflow when they are unscaled"
         more = f" (+{len(parts) - limit} more)" if len(parts) > limit else ""
@@ -196,9 +196,9 @@ class Outcome:
 class Streak:
     """Reports when the device has counted too many consecutive non-finite steps.
 
-    The host reads the counter only when it could have reached the limit: a healthy run with a limit of 100 reads it
-    once in 100 steps. On a GPU the copy is asynchronous, so the host learns of the limit a few steps late; with several
-    ranks, exactly LAG steps late on each of them.
+    The host reads the counter only when it could have reached the limit: with a limit of 100 and finite steps, once in
+    100 steps. On a GPU the copy is asynchronous and arrives a few steps late; several ranks read it exactly LAG steps
+    late.
 
     Args:
         limit: number of consecutive non-finite steps to report; None for no limit.
@@ -289,19 +289,18 @@ def never_finite_error(outcome: Outcome, count: int, *, min_scale: float) -> Nev
     if outcome.loss_is_finite is False:
         advice = (
             "The loss itself is NaN or Inf before scaling, so no scale helps. Check the batch and the forward pass: "
-            "log(0), a division by zero, float16 activations above 65504, a diverged learning rate."
+            "log(0), a division by zero, float16 activations above 65504, too high a learning rate."
         )
     elif outcome.scale <= min_scale * (1.0 + 1e-6):  # float32 may have rounded the scale up.
         advice = (
-            f"The scale has fallen to {outcome.scale:g}, its lower bound, so this is not an overflow that a smaller "
-            "scale would prevent. "
+            f"The scale has fallen to its lower bound, {outcome.scale:g}. "
             "Look for 0/0, a division by zero, or the gradient of sqrt or norm at zero; `gradilocks run` names the "
             "operation."
         )
     else:
         advice = (
             f"The scale was {outcome.scale:g}. If gradients overflow, a lower scale, a lower learning rate or float32 "
-            "for the overflowing modules helps; a NaN that is not an overflow remains at any scale."
+            "for the overflowing modules helps; a NaN with another cause remains at any scale."
         )
     return NeverFinite(
         f"gave up after {count} non-finite step{'s in a row' if count > 1 else ''}, the last at step {outcome.step}: "

@@ -1,7 +1,7 @@
-"""Scale policies, which set the first loss scale and move it after each step.
+"""Scale policies, which set the initial loss scale and update it after each step.
 
 A policy is a frozen configuration with two pure functions, `init` and `update`. The state is a dict of 0-d tensors, and
-`update` uses torch operations only, so the scale moves on its device without a host synchronization.
+`update` uses torch operations only, so the scale is updated on its device without a host synchronization.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class StaticScale(ScalePolicy):
         scale = constant
 
     Args:
-        scale: the constant. Powers of two cost no precision.
+        scale: the constant. A power of two costs no precision.
 
     Example:
         >>> StaticScale(1024.0).init()["scale"]
@@ -131,7 +131,7 @@ class DynamicScale(ScalePolicy):
         growth_interval: number of consecutive finite steps before the scale grows.
         min_scale: lower bound. torch's scale can reach 0, after which every gradient is NaN.
         max_scale: upper bound. Growth beyond it is omitted, so that a scale that is a power of two remains one.
-        hysteresis: number of overflows since the last growth that it takes to back off; 1 backs off at the first.
+        hysteresis: overflows since the last growth at and after which the scale backs off; with 1, at every overflow.
 
     Example:
         >>> policy = DynamicScale(init_scale=8.0)
@@ -187,8 +187,8 @@ class HeadroomScale(ScalePolicy):
                    scale = min(scale * 2^(headroom - margin), ceiling)
 
     The scale fits the gradients after the first step, and falls before slowly growing gradients overflow. The ceiling
-    is the memory of overflows: one that starts in the gradient of an activation cannot be foreseen from the gradients
-    of the parameters. If all gradients are zero, the scale does not change.
+    is the scale after the last overflow: an overflow in the gradient of an activation cannot be predicted from the
+    gradients of parameters. If all gradients are zero, the scale does not change.
 
     Args:
         init_scale: scale of the first step.

@@ -20,7 +20,7 @@ class Scheduler:
 
     Call `step()` after `control.step()`, or once per epoch: the schedule advances unless every step since the last call
     was skipped. On a GPU the host does not wait for the skip flag, which arrives a step or two later. By then the
-    schedule has advanced once too often, so a later call does not advance it. With several ranks, every rank reads the
+    schedule has advanced once too often, so the next call does not advance it. With several ranks, every rank reads the
     flag exactly four steps later. Attributes of the inner scheduler, such as `get_last_lr`, are forwarded.
 
     Args:
@@ -46,9 +46,9 @@ class Scheduler:
     def note(self, skipped: Tensor) -> None:
         """Records the 0-d skip flag of a step. Called by the control after each step."""
         if skipped.is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # Replays of a captured step count as taken steps.
+            return  # Replays of a captured step count as taken, even if skipped.
         self._since_call.append(HostCopy(skipped))
-        if len(self._since_call) > 64:  # The oldest value has long arrived.
+        if len(self._since_call) > 64:  # A copy from 64 steps ago has arrived.
             self._was_taken = self._was_taken or not self._since_call.pop(0).read()
 
     def step(self, *args: Any, **kwargs: Any) -> None:

@@ -85,9 +85,9 @@ def test_the_diagnosis_tells_a_broken_loss_from_an_overflow_and_from_a_nan():
     assert "The loss itself is NaN or Inf before scaling" in message("dynamic", NAN, value=NAN)
     text = message("dynamic", INF)
     assert "The scale was 32768" in text
-    assert "a NaN that is not an overflow remains at any scale" in text
+    assert "a NaN with another cause remains at any scale" in text
     at_the_floor = message(DynamicScale(init_scale=2.0, min_scale=1.0), NAN)
-    assert "The scale has fallen to 1" in at_the_floor
+    assert "The scale has fallen to its lower bound, 1." in at_the_floor
     assert "gradilocks run" in at_the_floor
 
 

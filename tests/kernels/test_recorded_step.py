@@ -87,7 +87,7 @@ class Twin:
         self.expected_state.steps += 1
         self.expected_state.streak.copy_(torch.where(expected.overflow, self.expected_state.streak + 1, 0))
         if moves:
-            self.expected_state.move(expected.overflow, expected.largest)
+            self.expected_state.update_scale(expected.overflow, expected.largest)
         addresses = self.recorded._grads.addresses_of(self.grads)
         slot = self.recorded.launch(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
         torch.testing.assert_close(self.recorded.statistics(slot), statistics, rtol=1e-14, atol=0.0, equal_nan=True)

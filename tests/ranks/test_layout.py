@@ -212,7 +212,7 @@ def test_layouts_that_cannot_be_known_are_errors() -> None:
             f"1.weight is a DTensor on ranks 0-3, which is not a sub-mesh of mesh= (rank {rank})."
         )
         assert found["unknown dimension"][1] == "distinct= names pp, but mesh= has dimensions dp, tp."
-        assert found["no mesh"][1] == "distinct=('pp',) names dimensions of mesh=, which is missing."
+        assert found["no mesh"][1] == "distinct=('pp',) names dimensions of mesh=. Pass mesh= too."
         assert found["group has no names"][1] == "distinct= names pp, but mesh= has no named dimensions."
         assert found["wrong type"] == ("TypeError", "mesh= takes a DeviceMesh or a ProcessGroup, got str.")
         assert found["wrong share"][1].startswith("share= returned 2.0 for weight")

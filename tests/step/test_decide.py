@@ -156,7 +156,7 @@ def test_the_scale_moves_alike_on_host_and_device(flags, interval, hysteresis):
     for overflow in flags:
         param.grad = torch.full((3,), NAN if overflow else 1.0)
         step.run([param.grad], is_unscaled=False, moves=True, overflow=None, loss=None, detail=False)
-        on_device.move(torch.tensor(overflow), torch.tensor(1.0))
+        on_device.update_scale(torch.tensor(overflow), torch.tensor(1.0))
         assert {k: v.item() for k, v in on_host.tensors.items()} == {k: v.item() for k, v in on_device.tensors.items()}
     assert on_host.steps.item() == len(flags)
 
@@ -173,4 +173,4 @@ def test_no_host_read_in_the_decision_on_a_device():
             decision = decide(statistics, tensors, stage, state, max_gradient=FLOAT32_MAX)
             if decision.clipping is not None:
                 stage.update(decision.clipping, decision.skip == 0)
-            state.move(decision.overflow, decision.largest)
+            state.update_scale(decision.overflow, decision.largest)

@@ -1,6 +1,6 @@
-"""The clip functions of `torch.nn.utils`: same arguments, and same results wherever torch's are sound.
+"""The clip functions of `torch.nn.utils`: same arguments, same results but for these differences.
 
-Differences: norms are accumulated in float64 and do not overflow, NaN or Inf leaves every gradient unchanged, a
+Norms are accumulated in float64 and do not overflow, NaN or Inf leaves every gradient unchanged, a
 negative bound is an error, a parameter listed twice counts once, sparse gradients work, and DTensors on several meshes
 and plain tensors may be mixed. `norm_type` must be above 0.
 """
@@ -221,8 +221,7 @@ def _returned_norm(total: Tensor | float, mesh: Any, groups: Groups, order: floa
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. "
-            "To disable this error and scale the gradients by the non-finite norm anyway, set "
-            "`error_if_nonfinite=False`; Gradilocks then leaves them unchanged."
+            "Gradients are unchanged. Set `error_if_nonfinite=False` to return the norm instead of this error."
         )
     has_float64 = any(torch.float64 in map(_dtype_of, tensors) for _, tensors in groups)
     dtype = torch.float64 if has_float64 else torch.float32

@@ -99,7 +99,7 @@ class ControlScaler(torch.amp.GradScaler):
         state["stage"], state["found_inf_per_device"] = OptState.STEPPED, {flag.device: flag}
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scale, or sets it to `new_scale`."""
+        """Updates the scale, or sets it to `new_scale`."""
         self.control.update(new_scale)
         self._per_optimizer_states = defaultdict(new_optimizer_state)
 

@@ -18,7 +18,7 @@ _MODULES = {
 
 
 def control_for(framework: Any, model: Any, optimizer: Any, **options: Any) -> GradientControl:
-    """Creates a GradientControl that takes the steps of a framework's training loop.
+    """Creates a GradientControl that steps the optimizers of a framework's training loop.
 
     Args:
         framework: a Lightning Fabric or an Accelerate Accelerator.

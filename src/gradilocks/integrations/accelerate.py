@@ -48,7 +48,7 @@ def control_for(accelerator: Accelerator, model: Any, optimizer: Any, **options:
             f"{accelerator.distributed_type.value} scales, clips and steps in its own engine, which a GradientControl "
             "cannot replace. `gradilocks run` records such a script."
         )
-    wrappers = [_wrapper(accelerator, given) for given in _listed(optimizer)]
+    wrappers = [_wrapper(accelerator, given) for given in _as_list(optimizer)]
     missing = [wrapper for wrapper in accelerator._optimizers if wrapper not in wrappers]
     if missing:
         raise ValueError(
@@ -63,7 +63,7 @@ def control_for(accelerator: Accelerator, model: Any, optimizer: Any, **options:
         _replace_step(wrapper, control, accelerator.scaler)
     for scheduler in accelerator._schedulers:
         if scheduler.step_with_optimizer:
-            _hold_for_skipped_steps(scheduler, control)
+            _skip_with_control(scheduler, control)
     methods = _Methods(accelerator, control)
     for name in ("unscale_gradients", "clip_grad_norm_", "clip_grad_value_", "load_state"):
         setattr(accelerator, name, getattr(methods, name))
@@ -77,7 +77,7 @@ class ControlledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     _outcome: Outcome | None = None
 
     def step(self, closure: Any = None) -> None:
-        """Takes or skips a step if gradients are synchronized, as opposed to accumulated."""
+        """Takes or skips a step at the end of an accumulation."""
         mark_stepped(self)
         if not self.gradient_state.sync_gradients:
             return
@@ -88,7 +88,7 @@ class ControlledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self._outcome = control.step(closure)
             self.scaler.update()
         else:
-            self._outcome = control.step(only=self.optimizer)  # The scaler moves the scale before the next backward.
+            self._outcome = control.step(only=self.optimizer)  # The scaler updates the scale before the next backward.
 
     @property
     def step_was_skipped(self) -> bool:
@@ -97,7 +97,7 @@ class ControlledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class _AcceleratorScaler(ControlScaler):
-    """The control's scaler. Moves the scale when all optimizers of an iteration have stepped.
+    """The control's scaler. Updates the scale when all optimizers of an iteration have stepped.
 
     Accelerate calls `update` after the step of each optimizer, when the gradients of the next one still carry the
     scale.
@@ -105,15 +105,15 @@ class _AcceleratorScaler(ControlScaler):
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies a loss by the scale."""
-        self._move_scale()
+        self._update_scale()
         return super().scale(outputs)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the control."""
-        self._move_scale()
+        self._update_scale()
         return super().state_dict()
 
-    def _move_scale(self) -> None:
+    def _update_scale(self) -> None:
         if any(phase.pending is not None for phase in self.control._phases):
             self.update()
 
@@ -132,7 +132,7 @@ class _Methods:
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divides the gradients by the scale in place, unless that is done already."""
         control = self._control
-        for given in control.optimizers if optimizer is None else _listed(optimizer):
+        for given in control.optimizers if optimizer is None else _as_list(optimizer):
             inner = getattr(given, "optimizer", given) if isinstance(given, AcceleratedOptimizer) else given
             if control._phases[control._indices(inner)[0]].phase is Phase.SCALED:
                 control.unscale_(only=inner)
@@ -146,12 +146,12 @@ class _Methods:
             norm_type: order of the norm.
         """
         control = self._control
-        given = {id(parameter) for parameter in _listed(parameters)}
+        given = {id(parameter) for parameter in _as_list(parameters)}
         covered = [optimizer for optimizer in control.optimizers if _trainable(optimizer) <= given]
         if len(covered) != 1:
             raise ValueError(
                 f"clip_grad_norm_() got all parameters of {len(covered)} optimizers. The control clips the gradients "
-                "of each optimizer by their norm, so pass all parameters of one. For parts of a model there is "
+                "of each optimizer by their norm, so pass all parameters of one. For parts of a model, use "
                 "control_for(..., clip=ClipPerGroup(...))."
             )
         policy = ClipByNorm(float(max_norm), float(norm_type))
@@ -191,7 +191,7 @@ class _Methods:
 
 
 def _wrapper(accelerator: Accelerator, optimizer: Any) -> AcceleratedOptimizer:
-    """The prepared form of an optimizer."""
+    """Returns the prepared form of an optimizer."""
     for wrapper in accelerator._optimizers:
         if optimizer is wrapper or optimizer is wrapper.optimizer:
             if isinstance(wrapper, ControlledOptimizer):
@@ -215,8 +215,8 @@ def _replace_step(wrapper: AcceleratedOptimizer, control: GradientControl, scale
         wrapper.step = types.MethodType(step, wrapper)
 
 
-def _hold_for_skipped_steps(scheduler: Any, control: GradientControl) -> None:
-    """Makes a prepared scheduler wait for skipped steps without reading the skip flag at every step."""
+def _skip_with_control(scheduler: Any, control: GradientControl) -> None:
+    """Replaces the step of a prepared scheduler: skipped steps do not advance it, and no step waits for the flag."""
     optimizer = scheduler.optimizers[0].optimizer if len(scheduler.optimizers) == 1 else None
     inner = types.SimpleNamespace(
         optimizer=optimizer,
@@ -224,13 +224,13 @@ def _hold_for_skipped_steps(scheduler: Any, control: GradientControl) -> None:
         state_dict=scheduler.state_dict,
         load_state_dict=scheduler.load_state_dict,
     )
-    held = control.scheduler(inner)
+    wrapped = control.scheduler(inner)
 
     def step(*args: Any, **kwargs: Any) -> None:
-        (held if scheduler.gradient_state.sync_gradients else inner).step(*args, **kwargs)
+        (wrapped if scheduler.gradient_state.sync_gradients else inner).step(*args, **kwargs)
 
-    scheduler.optimizers = []  # Accelerate reads the flag of each.
-    scheduler.step, scheduler.state_dict, scheduler.load_state_dict = step, held.state_dict, held.load_state_dict
+    scheduler.optimizers = []  # Accelerate would read the skip flag of every optimizer.
+    scheduler.step, scheduler.state_dict, scheduler.load_state_dict = step, wrapped.state_dict, wrapped.load_state_dict
 
 
 def _scale_policy(scaler: Any) -> object:
@@ -257,6 +257,6 @@ def _trainable(optimizer: Any) -> set[int]:
     return {id(param) for param in params if param.requires_grad}
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     is_one = isinstance(value, (Tensor, torch.optim.Optimizer)) or not isinstance(value, Iterable)
     return [value] if is_one else list(value)

@@ -54,7 +54,7 @@ class GradientControlCallback(Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Creates the control. The Trainer has set up the optimizers and loads its checkpoint afterwards."""
         if sum(isinstance(callback, GradientControlCallback) for callback in trainer.callbacks) > 1:
-            raise ValueError("the Trainer has several GradientControlCallbacks. Pass one with the options of all.")
+            raise ValueError("the Trainer has several GradientControlCallbacks. Pass one.")
         plugin = _controlled_copy(trainer.strategy.precision_plugin, _TrainerPrecision)
         options = dict(self._options)
         is_manual = not pl_module.automatic_optimization
@@ -84,7 +84,7 @@ class GradientControlCallback(Callback):  # type: ignore[misc]
 
 
 class _ControlledPrecision:
-    """A precision plugin with a control; mixed into the class of the plugin that the user has chosen."""
+    """A precision plugin with a control; mixed into the class of the user's plugin."""
 
     control: _Control
     native: Any
@@ -109,20 +109,20 @@ class _ControlledPrecision:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss for the native plugin."""
-        self.control.move_scale()
+        self.control.update_scale()
         self.has_loss = True
         return loss if self.scaler is not None else self.control.scale_loss(loss)
 
     def step(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> None:
-        """Steps one of the control's optimizers. With several, the scale moves before the next loss."""
+        """Steps one of the control's optimizers. With several, the scale is updated before the next loss."""
         if not any(optimizer is own for own in self.control.optimizers):
             raise ValueError(
                 f"this {type(optimizer).__name__} does not belong to the GradientControl. Pass all optimizers to "
                 "control_for(); in a Trainer, return them from configure_optimizers()."
             )
         self.has_loss = False
-        has_others = closure is None and len(self.control.optimizers) > 1
-        self.control.step(closure, only=optimizer if has_others else None)
+        has_more_optimizers = closure is None and len(self.control.optimizers) > 1
+        self.control.step(closure, only=optimizer if has_more_optimizers else None)
 
     def unscale(self, optimizer: Any) -> None:
         """Unscales the gradients of one optimizer, unless they are unscaled."""
@@ -217,24 +217,24 @@ class _Guard(StepGuard):
 
 
 class _Control(GradientControl):
-    """A control whose scale moves before the next loss or checkpoint: frameworks do not call `update`."""
+    """A control that updates its scale before the next loss or checkpoint, because frameworks do not call `update`."""
 
     def __init__(self, *optimizers: Any, **options: Any) -> None:
         super().__init__(*optimizers, **options)
-        found = [each for each in gc.get_objects() if issubclass(type(each), GradientControl)]
-        others = [getattr(each, "optimizers", ()) for each in found if type(each) is not _Control]
-        if any(optimizer is own for each in others for optimizer in each for own in optimizers):
-            raise ValueError("the optimizer has a GradientControl already, which would step it beside this one.")
+        controls = [item for item in gc.get_objects() if issubclass(type(item), GradientControl)]
+        controlled = [getattr(control, "optimizers", ()) for control in controls if type(control) is not _Control]
+        if any(a is b for group in controlled for a in group for b in optimizers):
+            raise ValueError("the optimizer already has a GradientControl. Remove it, or remove the framework's.")
         pairs = zip(optimizers, self._phases, strict=True)
         self.hooks = [optimizer.register_step_pre_hook(_Guard(phase)) for optimizer, phase in pairs]
 
-    def move_scale(self) -> None:
+    def update_scale(self) -> None:
         """Calls `update` after `step(only=)`."""
         if any(phase.pending is not None for phase in self._phases):
             self.update()
 
     def state_dict(self) -> dict[str, Any]:
-        self.move_scale()
+        self.update_scale()
         return super().state_dict()
 
 
@@ -252,10 +252,10 @@ def control_for(fabric: Any, model: Any, optimizer: Any, *, scale: object = "aut
         raise ValueError(
             "this Fabric has a GradientControl. Pass all optimizers in one call: control_for(fabric, model, [a, b])."
         )
-    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    inner = [each.optimizer if _is_of_fabric(each) else each for each in given]
+    wrappers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    inner = [item.optimizer if _is_of_fabric(item) else item for item in wrappers]
     models = model.items() if isinstance(model, Mapping) else [("", model)]
-    model = {prefix: each.module if _is_of_fabric(each) else each for prefix, each in models}
+    model = {prefix: module.module if _is_of_fabric(module) else module for prefix, module in models}
     plugin = _controlled_copy(strategy.precision, _FabricPrecision)
     control: GradientControl = plugin.create_control(inner, model, strategy, scale=scale, **options)
     native_load = strategy.load_checkpoint
@@ -285,10 +285,10 @@ def _controlled_copy(native: Any, kind: type[_ControlledPrecision]) -> Any:
     """A copy of a precision plugin, of its class and `kind`; ValueError if it has its own `optimizer_step`."""
     native = getattr(native, "native", native)
     base = type(native)
-    definer = next(each for each in base.__mro__ if "optimizer_step" in vars(each))
+    definer = next(kind for kind in base.__mro__ if "optimizer_step" in vars(kind))
     if definer.__name__ not in ("Precision", "MixedPrecision", "FSDPPrecision"):
         raise ValueError(
-            f"{definer.__name__} steps the optimizer in its own way, which a GradientControl cannot replace. Use "
+            f"{definer.__name__} steps the optimizer itself, which a GradientControl cannot replace. Use "
             "precision='32-true', 'bf16-mixed' or '16-mixed'. `gradilocks run` records such a script."
         )
     plugin = copy.copy(native)

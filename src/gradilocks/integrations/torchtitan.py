@@ -57,7 +57,7 @@ def clip_grad_norm_(
 
 
 def control_for(trainer: Any, *, clip: object = None, **options: Any) -> GradientControl:
-    """Lets a GradientControl step the optimizers of a torchtitan Trainer. Call it before `trainer.train()`.
+    """Creates a GradientControl that steps the optimizers of a torchtitan Trainer. Call it before `trainer.train()`.
 
     - `trainer.optimizers.step()` clips, and skips steps with NaN or Inf and those that the clip policy rejects, without
       waiting for the device if the optimizers are fused, which is torchtitan's default.
@@ -74,11 +74,11 @@ def control_for(trainer: Any, *, clip: object = None, **options: Any) -> Gradien
 
     optimizers, schedulers = trainer.optimizers, trainer.lr_schedulers
     if "step" in vars(optimizers):
-        raise ValueError("this trainer already has a control. Call control_for once for each trainer.")
+        raise ValueError("this trainer already has a control. Call control_for() once per trainer.")
     options = {"clip": trainer.config.training.max_norm if clip is None else clip, **_ranks(trainer), **options}
     control = GradientControl(*optimizers, scale=None, **options)
     ids = set(map(id, find_parameters(optimizers)))
-    waiting = [control.scheduler(scheduler) for scheduler in schedulers]
+    wrapped_schedulers = [control.scheduler(scheduler) for scheduler in schedulers]
     original_clip, original_state_dict = dist_utils.clip_grad_norm_, schedulers.state_dict
 
     def clip_or_measure(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -91,15 +91,15 @@ def control_for(trainer: Any, *, clip: object = None, **options: Any) -> Gradien
         control.step()
 
     def advance() -> None:
-        for scheduler in waiting:
+        for scheduler in wrapped_schedulers:
             scheduler.step()
 
     def state_dict() -> dict[str, Any]:
-        # On a GPU a schedule learns of skipped steps a few steps late, and may be ahead by them.
-        ahead = waiting[0].state_dict().get("gradilocks_debt", 0)
+        # On a GPU the skip flags arrive a few steps late; until then the schedule is ahead.
+        ahead = wrapped_schedulers[0].state_dict().get("gradilocks_debt", 0)
         return {"last_epoch": original_state_dict()["last_epoch"] - ahead}
 
-    # On the objects themselves, because the trainer's checkpointer refers to them, too.
+    # The methods are replaced on the objects, because the trainer's checkpointer holds references to them.
     optimizers.step = types.MethodType(torch.optim.Optimizer.profile_hook_step(step), optimizers)
     schedulers.step, schedulers.state_dict = advance, state_dict
     dist_utils.clip_grad_norm_ = clip_or_measure

@@ -23,7 +23,7 @@ else:
 
 
 class GradientControlMixin(_Trainer):  # type: ignore[misc]
-    """Makes a Trainer class use a GradientControl: `class Mine(GradientControlMixin, SFTTrainer)`.
+    """Mixin that gives a Trainer class a GradientControl: `class Mine(GradientControlMixin, SFTTrainer)`.
 
     `max_grad_norm` is the clip. The log has the norm over all ranks as `grad_norm`, the number of skipped steps since
     the previous log as `skipped_steps`, and with fp16 the scale as `loss_scale`.
@@ -64,7 +64,7 @@ class GradientControlMixin(_Trainer):  # type: ignore[misc]
         return scheduler
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
-        """Nothing: the control clips within the step."""
+        """Does nothing: the control clips within the step."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
         """Unscales the gradients, which callbacks may read now. The step measures the norm."""
@@ -83,7 +83,7 @@ class GradientControlMixin(_Trainer):  # type: ignore[misc]
             tr_loss.zero_()  # The Trainer subtracts the logged loss from itself, and NaN - NaN is NaN.
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs also `skipped_steps` and `loss_scale`."""
+        """Adds `skipped_steps` and `loss_scale` to the log."""
         if "loss" in logs and "grad_norm" in logs:
             logs["skipped_steps"] = self._skipped_steps
             if self._last_outcome is not None and self.gradient_control._state.policy is not None:

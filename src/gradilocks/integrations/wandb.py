@@ -30,5 +30,5 @@ class WandbCallback(StepCallback):
     def write(self, step: int, time: float, values: dict[str, float]) -> None:
         """Adds one step to the next row."""
         self._skipped += any(value for name, value in values.items() if name.endswith("skipped"))
-        own = {f"{self.prefix}step": step, f"{self.prefix}skipped_steps": self._skipped}
-        self._run.log(values | own, commit=False)
+        counts = {f"{self.prefix}step": step, f"{self.prefix}skipped_steps": self._skipped}
+        self._run.log(values | counts, commit=False)

@@ -59,7 +59,7 @@ _failures: dict[str, str] = {}
 
 
 def backend_for(device_type: str) -> Backend:
-    """Returns the backend that serves tensors on `device_type`, loading it if necessary."""
+    """Returns the backend for tensors on `device_type`, loading it if necessary."""
     if device_type not in BACKENDS:
         BACKENDS[device_type] = _load(device_type)
     return BACKENDS[device_type] or reference
@@ -142,7 +142,7 @@ def unscale_(tensors: Sequence[Tensor], inverse_scale: Tensor) -> Tensor:
 
 
 def describe() -> dict[str, str]:
-    """Returns the implementation that serves "cpu" and "cuda", with the reason if it is plain torch."""
+    """Returns the implementation for "cpu" and "cuda", with the reason if it is plain torch."""
     lines = {}
     for device_type in _MODULES:
         backend = backend_for(device_type)

@@ -87,8 +87,10 @@ def measure(tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = Tru
     addresses = _Addresses(tensors)
     table = addresses.measure(order)
     statistics = torch.frombuffer(table, dtype=torch.float64)[:-_TOTALS].view(5, -1)
-    if addresses.others:
-        statistics[:, addresses.others] = reference.measure([tensors[i] for i in addresses.others], order=order)
+    if addresses.unsupported:
+        statistics[:, addresses.unsupported] = reference.measure(
+            [tensors[i] for i in addresses.unsupported], order=order
+        )
     return statistics
 
 
@@ -96,7 +98,7 @@ def norm(tensors: Sequence[Tensor], order: float) -> float:
     """See `gradilocks.kernels.norm`."""
     if order in _ORDERS:
         addresses = _Addresses(tensors)
-        if not addresses.others:
+        if not addresses.unsupported:
             return addresses.measure(order)[-_TOTALS]
     return reference.total_norm_on_host(measure(tensors, order=order, detail=False)[0].tolist(), order)
 
@@ -110,7 +112,7 @@ def multiply_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
         return
     addresses = _Addresses(tensors)
     addresses.call(_library.gl_change, _MULTIPLY, factors.buffer_info()[0], int(per_tensor))
-    for index in addresses.others:
+    for index in addresses.unsupported:
         reference.multiply_([tensors[index]], factors[index if per_tensor else 0])
     if per_tensor:
         tensors = [tensor for tensor, own in zip(tensors, factors, strict=True) if own != 1.0]
@@ -124,8 +126,8 @@ def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:
         return
     addresses = _Addresses(tensors)
     addresses.call(_library.gl_change, _CLAMP, bound.data_ptr(), 0)
-    if addresses.others:
-        reference.clamp_([tensors[i] for i in addresses.others], bound)
+    if addresses.unsupported:
+        reference.clamp_([tensors[i] for i in addresses.unsupported], bound)
     increment_version(tensors)
 
 
@@ -135,8 +137,8 @@ def unscale_(tensors: Sequence[Tensor], inverse_scale: Tensor) -> Tensor:
     addresses = _Addresses(tensors)
     found = addresses.call(_library.gl_change, _UNSCALE, factor.data_ptr(), 0)
     nonfinite = torch.tensor(float(found), dtype=torch.float32, device="cpu")
-    if addresses.others:
-        nonfinite = torch.maximum(nonfinite, reference.unscale_([tensors[i] for i in addresses.others], factor))
+    if addresses.unsupported:
+        nonfinite = torch.maximum(nonfinite, reference.unscale_([tensors[i] for i in addresses.unsupported], factor))
     if factor.item() != 1.0:
         increment_version(tensors)
     return nonfinite
@@ -196,7 +198,7 @@ class AddressTable:
 
         Returns:
             The five statistics of each tensor, row by row, then norm, largest magnitude and number of NaN and of Inf of
-            all tensors together. An array, because creating a tensor takes five times as long.
+            all tensors together. An array: a tensor takes five times as long to create.
         """
         if addresses is not None:
             self._addresses[:] = array("q", addresses)
@@ -214,21 +216,21 @@ class _Addresses(AddressTable):
     """The AddressTable of some tensors.
 
     Attributes:
-        others: indices of tensors that only `reference` can process. Their address is 0, so the kernels skip them.
+        unsupported: indices of tensors that only `reference` can process. Their address is 0, so the kernels skip them.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         # One loop in C per property takes 50 us for 148 tensors, comprehensions take 54 us.
         addresses = list(map(Tensor.data_ptr, tensors))
         codes: list[Any] = list(map(DTYPE_CODES.get, map(_dtype_of, tensors)))
-        others: set[int] = set()
+        unsupported: set[int] = set()
         if None in codes:
-            others.update(i for i, code in enumerate(codes) if code is None)
+            unsupported.update(i for i, code in enumerate(codes) if code is None)
         if not all(map(Tensor.is_contiguous, tensors)):
-            others.update(i for i, tensor in enumerate(tensors) if not reference.is_dense(tensor))
+            unsupported.update(i for i, tensor in enumerate(tensors) if not reference.is_dense(tensor))
         if min(addresses) < reference.LOW_ADDRESS:
-            others.update(reference.without_address(tensors, addresses))
-        self.others = sorted(others)
-        for index in self.others:
+            unsupported.update(reference.without_address(tensors, addresses))
+        self.unsupported = sorted(unsupported)
+        for index in self.unsupported:
             addresses[index] = codes[index] = 0
         super().__init__(map(Tensor.numel, tensors), codes, addresses)

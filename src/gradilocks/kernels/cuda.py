@@ -44,17 +44,17 @@ _captured: list[object] = []
 
 def measure(tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = True) -> Tensor:
     """See `gradilocks.kernels.measure`."""
-    others = range(len(tensors)) if order not in ORDERS else _unsupported(tensors)
-    if len(others) == len(tensors):
+    unsupported = range(len(tensors)) if order not in ORDERS else _unsupported(tensors)
+    if len(unsupported) == len(tensors):
         return reference.measure(tensors, order=order, detail=detail)
-    addresses, chunks = _tables(tensors, MEASURE_CHUNK, others)
+    addresses, chunks = _tables(tensors, MEASURE_CHUNK, unsupported)
     device = tensors[0].device
     partial = torch.empty(5, chunks.total, dtype=torch.float64, device=device)
     statistics = torch.empty(5, len(tensors), dtype=torch.float64, device=device)
     with on_device(device):
         launch_measure(addresses, chunks, partial, order=order)
         launch_reduce(chunks, partial, statistics, order=order)
-    for i in others:
+    for i in unsupported:
         statistics[:, i] = reference.measure([tensors[i]], order=order)[:, 0]
     return statistics
 
@@ -110,12 +110,12 @@ def _change(
     change_one: Callable[[int], None],
     flag: Tensor | None = None,
 ) -> None:
-    others = _unsupported(tensors)
-    if len(others) < len(tensors):
-        addresses, chunks = _tables(tensors, MULTIPLY_CHUNK, others)
+    unsupported = _unsupported(tensors)
+    if len(unsupported) < len(tensors):
+        addresses, chunks = _tables(tensors, MULTIPLY_CHUNK, unsupported)
         with on_device(tensors[0].device):
             launch_elementwise(operation, addresses, chunks, number, flag)
-    for i in others:
+    for i in unsupported:
         change_one(i)
     increment_version(tensors)
 
@@ -137,7 +137,7 @@ def _tables(tensors: Sequence[Tensor], size: int, excluded: Sequence[int]) -> tu
     for i in excluded:
         kinds[i] = None
     if min(addresses) < reference.LOW_ADDRESS and reference.without_address(tensors, addresses):
-        raise TypeError("CUDA kernels need tensors with memory of their own, got a wrapper subclass of Tensor.")
+        raise TypeError("the CUDA kernels need tensors with an address; a wrapper subclass of Tensor has none.")
     keep: list[Tensor] | None = [] if is_capturing(device) else None
     table, chunks = upload(array("q", addresses), device, keep=keep), chunks_for(sizes, kinds, size, device, keep)
     if keep is not None:

@@ -50,7 +50,7 @@ SETTINGS = 8
 """Numbers per parameter group. Adam: lr, weight_decay, beta1, beta2, eps, decoupled. SGD: lr, weight_decay, momentum,
 nesterov."""
 CHECKS_PER_STEP = 2
-"""Number of tensors checked per step, in turn, where checking all would take longer than launching the kernels."""
+"""Parameters whose state is checked per step, in turn: checking all takes longer than launching the kernels."""
 EMPTY = 16
 """Placeholder address of a gradient without elements, so that its parameter's steps are counted. Never read."""
 
@@ -137,8 +137,8 @@ class GradientLayout:
         self._placements = list(map(_placements_of, params))
         self._has_dtensors = any(map(is_dtensor, params))
         self._are_dense = all(map(is_dense, tensors))
-        self._found: list[int] = []
-        self._addresses: list[int] = []
+        self._last_pointers: list[int] = []
+        self._last_addresses: list[int] = []
 
     def addresses_of(self, grads: Sequence[Tensor | None]) -> list[int] | None:
         """The address of each gradient: 0 if there is none, `EMPTY` if it has no elements.
@@ -149,7 +149,7 @@ class GradientLayout:
             None if a gradient does not have the dtype, strides and placements of its parameter.
 
         Raises:
-            RuntimeError: if the storage of a gradient was freed or has another number of elements.
+            RuntimeError: if the storage of a gradient was freed, or if it has not as many elements as its parameter.
         """
         if not self._are_dense:
             return None
@@ -161,30 +161,33 @@ class GradientLayout:
                 for grad, placement in zip(grads, self._placements, strict=True)
             ]
         try:
-            found = list(map(_data_ptr, grads))  # type: ignore[arg-type]
+            pointers = list(map(_data_ptr, grads))  # type: ignore[arg-type]
         except TypeError:  # Some are None.
             if not (self._fit(grads) and self._have_strides(grads)):
                 return None
-            found = [_ABSENT if grad is None else grad.data_ptr() for grad in grads]
+            pointers = [_ABSENT if grad is None else grad.data_ptr() for grad in grads]
         except RuntimeError:  # Sparse.
             return None
-        if found == self._found:
-            return self._addresses if self._have_strides(grads) else None
+        if pointers == self._last_pointers:
+            return self._last_addresses if self._have_strides(grads) else None
         if not self._fit(grads) or not self._have_strides(grads):
             return None
-        addresses = found
-        if found and min(found) < LOW_ADDRESS:
+        addresses = pointers
+        if pointers and min(pointers) < LOW_ADDRESS:
             present = [grad for grad in grads if grad is not None]
-            if without_address(present, [address for address in found if address != _ABSENT]):
+            if without_address(present, [address for address in pointers if address != _ABSENT]):
                 return None
-            addresses = [0 if address == _ABSENT else address or EMPTY for address in found]
-        self._found, self._addresses = found, addresses
+            addresses = [0 if address == _ABSENT else address or EMPTY for address in pointers]
+        self._last_pointers, self._last_addresses = pointers, addresses
         return addresses
 
     def _fit(self, grads: Sequence[Tensor | None]) -> bool:
         """True if all have the dtypes of the parameters."""
         if any(grad is not None and grad.numel() != size for grad, size in zip(grads, self.sizes, strict=True)):
-            raise RuntimeError("a gradient has another number of elements than its parameter (`grad.data = ...`).")
+            raise RuntimeError(
+                "a gradient and its parameter differ in number of elements, as after `grad.data = ...`. Assign to "
+                "param.grad instead."
+            )
         pairs = zip(grads, self.dtypes, strict=True)
         return all(grad is None or grad.dtype is dtype for grad, dtype in pairs)
 
@@ -224,7 +227,7 @@ class Chunks:
 
     Args:
         sizes: number of elements of each tensor.
-        kinds: dtype, or whatever the tensors of one launch have in common; None excludes a tensor.
+        kinds: key of each tensor's bucket, such as its dtype; None excludes a tensor.
         size: elements per chunk, a power of two.
         limit: largest number of chunks; for more, chunks are made larger.
         device: of the tables.
@@ -299,7 +302,7 @@ def _cached_chunks(
 class PointerTable:
     """Settings of parameter groups and addresses of n parameters with their gradients and state, in device memory.
 
-    Settings and gradients come first, because they change together and are refreshed by one copy.
+    Settings and gradients are adjacent, so that one copy refreshes both.
 
     Args:
         rows: the addresses for PARAM, STEP, STATE1, STATE2 and MASTER.

@@ -290,7 +290,7 @@ class RecordedStep:
             graph.replay() if graph is not None else launch()
 
     def _record(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """Captures kernels in a graph; None if CUDA refuses."""
+        """Captures kernels in a graph; None if the capture fails."""
         graph = torch.cuda.CUDAGraph()
         try:
             # Not torch.cuda.graph(), which would synchronize and empty the cache of the allocator.

@@ -38,7 +38,7 @@ STATISTICS = ("norm", "largest", "zeros", "nan", "inf")
 """Rows of the tensor that `measure` returns."""
 
 LOW_ADDRESS = 1 << 40
-"""The address of a view of freed storage is its offset, which is below this number. Few valid addresses are."""
+"""The address of a view of freed storage is its offset, which is below this number, as few valid addresses are."""
 _HALF = (torch.float16, torch.bfloat16)
 _dtype_of = attrgetter("dtype")
 _ROW = 128
@@ -178,7 +178,7 @@ def without_address(tensors: Sequence[Tensor], addresses: Sequence[int]) -> list
     low = [i for i, address in enumerate(addresses) if address < LOW_ADDRESS and tensors[i].numel()]
     for i in low:
         if not tensors[i].untyped_storage().nbytes():
-            raise RuntimeError(f"a tensor of shape {tuple(tensors[i].shape)} has no memory: its storage was freed")
+            raise RuntimeError(f"a tensor of shape {tuple(tensors[i].shape)} has no memory: its storage was freed.")
     return [i for i in low if addresses[i] == 0]
 
 

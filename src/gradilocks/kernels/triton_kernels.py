@@ -272,7 +272,7 @@ def _decide_kernel(
     ORDER: tl.constexpr, REDUCE: tl.constexpr, DECIDE: tl.constexpr,
     UNSCALED: tl.constexpr, MOVES: tl.constexpr, UPDATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decides one step, moves the scale, and computes the optimizers' coefficients unless the step is skipped.
+    """Decides one step, updates the scale, and computes the optimizers' coefficients unless the step is skipped.
 
         norm = (Σ power)^(1/p), rounded once to float32;  unscaled = norm / scale
         multiplier = min(1, max_norm / (unscaled + 1e-6)) / scale
@@ -357,7 +357,7 @@ def _decide_kernel(
             tl.store(steps_ptr, step)
             tl.store(streak_ptr, tl.where(is_skipped, tl.load(streak_ptr) + 1, 0))
             if MOVES:
-                _move_scale(rules_ptr + 2, scale_ptr, tracker_ptr, hysteresis_ptr, is_skipped)
+                _update_scale(rules_ptr + 2, scale_ptr, tracker_ptr, hysteresis_ptr, is_skipped)
             if UPDATE:
                 if is_skipped == 0:
                     for begin in range(0, tensors, BLOCK):
@@ -367,8 +367,8 @@ def _decide_kernel(
 
 
 @triton.jit
-def _move_scale(rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr, is_skipped):
-    """Moves the scale by the rule of DynamicScale."""
+def _update_scale(rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr, is_skipped):
+    """Updates the scale by the rule of DynamicScale."""
     growth_factor = tl.load(rules_ptr)
     backoff_factor = tl.load(rules_ptr + 1)
     growth_interval = tl.load(rules_ptr + 2)

@@ -36,9 +36,9 @@ class FusedStep:
     `is_current` returns False, make a new FusedStep. As in torch, a parameter gets its state when it first has a
     gradient.
 
-    Moved parameters, added groups and a loaded or cleared state are noticed at once. A single state tensor replaced by
-    hand is noticed later, since the states of only `CHECKS_PER_STEP` parameters are compared per step, in turn; until
-    then the old one, whose memory is still referenced, is updated.
+    Moved parameters, added groups and a loaded or cleared state are found at once. A single state tensor replaced by
+    hand is found later, because each step compares the states of `CHECKS_PER_STEP` parameters only; until then the
+    kernels update the old tensor, whose memory is still referenced.
 
     Attributes:
         params: all parameters in order: optimizers, groups, parameters.
@@ -124,10 +124,10 @@ class FusedStep:
         if _STATE_NAMES[rule] is _MOMENTS:
             tensors[1] = entry["step"] = _step_count(entry.get("step"), self.device)
         for row, name in enumerate(_STATE_NAMES[rule], start=2):
-            entry[name] = _matching(entry.get(name), param, dtype)
+            entry[name] = _match_layout(entry.get(name), param, dtype)
             tensors[row] = local(entry[name])
         if is_mastered:
-            entry["master"] = _matching(entry.get("master"), param, torch.float32, initial=param)
+            entry["master"] = _match_layout(entry.get("master"), param, torch.float32, initial=param)
             tensors[4] = local(entry["master"])
             _refresh_master(param, entry["master"])
             self._masters.append((param, entry["master"]))
@@ -189,10 +189,10 @@ class FusedStep:
             for group in optimizer().param_groups:  # type: ignore[union-attr]
                 if "betas" in group:
                     beta1, beta2 = group["betas"]
-                    own = [beta1, beta2, group["eps"], group["decoupled_weight_decay"]]
+                    rule_settings = [beta1, beta2, group["eps"], group["decoupled_weight_decay"]]
                 else:
-                    own = [group["momentum"], group["nesterov"], 0.0, 0.0]
-                numbers += map(float, (group["lr"], group["weight_decay"], *own, 0.0, 0.0))
+                    rule_settings = [group["momentum"], group["nesterov"], 0.0, 0.0]
+                numbers += map(float, (group["lr"], group["weight_decay"], *rule_settings, 0.0, 0.0))
         return numbers
 
     def run(self, grads: Sequence[Tensor | None], divisor: Tensor | None, skip: Tensor | None) -> None:
@@ -265,10 +265,10 @@ class _CpuTables:
             self._last_settings = settings
         number = 1.0 if divisor is None else float(divisor)
         for step, members in self._steps:
-            own = addresses
+            step_addresses = addresses
             if len(self._steps) > 1:
-                own = [address * is_member for address, is_member in zip(addresses, members, strict=True)]
-            self._addresses[: self._count] = array("q", own)
+                step_addresses = [address * is_member for address, is_member in zip(addresses, members, strict=True)]
+            self._addresses[: self._count] = array("q", step_addresses)
             step(self._table, self._sizes, self._kinds, self._groups, self._settings, number)
 
 
@@ -311,11 +311,11 @@ def _step_count(step: Any, device: torch.device) -> Tensor:
     return torch.as_tensor(step, dtype=torch.float32).to(device, non_blocking=True)
 
 
-def _matching(value: Tensor | None, param: Tensor, dtype: torch.dtype, *, initial: Tensor | None = None) -> Tensor:
+def _match_layout(value: Tensor | None, param: Tensor, dtype: torch.dtype, *, initial: Tensor | None = None) -> Tensor:
     """A state tensor with the memory layout of its parameter: `value` itself if it fits, else a copy."""
     if value is not None and (value.device, value.dtype) == (param.device, dtype):
-        own, expected = local(value), local(param)
-        if own.shape == expected.shape and own.stride() == expected.stride():
+        local_value, local_param = local(value), local(param)
+        if local_value.shape == local_param.shape and local_value.stride() == local_param.stride():
             return value
     new = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format).detach()
     source = initial if value is None else value
@@ -325,5 +325,5 @@ def _matching(value: Tensor | None, param: Tensor, dtype: torch.dtype, *, initia
 @torch.no_grad()
 def _refresh_master(param: Tensor, master: Tensor) -> None:
     """Overwrites master elements that do not round to the parameter's elements. No host synchronization."""
-    own, values = local(master), local(param)
-    own.copy_(torch.where(own.to(values.dtype) == values, own, values.to(own.dtype)))
+    copies, values = local(master), local(param)
+    copies.copy_(torch.where(copies.to(values.dtype) == values, copies, values.to(copies.dtype)))

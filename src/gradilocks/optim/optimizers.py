@@ -73,8 +73,8 @@ class SinglePassOptimizer(torch.optim.Optimizer):
 
         Args:
             grad_scale: divides the gradients; None for 1.
-            found_inf: skips the step if it is not 0. Read by the host where torch's unfused step runs, and where
-                momentum buffers are still to be created, which torch would leave uninitialized in a skipped step.
+            found_inf: skips the step if it is not 0. The host reads it if torch's unfused step runs, or if torch
+                would create momentum buffers, which a skipped step leaves uninitialized.
         """
         params = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
         if any(has_master(param, group) for param, group in params):
@@ -92,7 +92,7 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         has_buffer = [self.state.get(param, {}).get("momentum_buffer") is not None for param in with_momentum]
         starts_momentum = not all(has_buffer)
         if starts_momentum and any(has_buffer):
-            is_fused = False  # torch's fused step cannot create some of the buffers only.
+            is_fused = False  # torch's fused step creates either all momentum buffers or none.
         if found_inf is not None and (starts_momentum or not is_fused) and bool(found_inf):
             return
         if grad_scale is not None and not is_fused:
@@ -161,12 +161,12 @@ def _has_one_layout(param: Tensor, state: dict[str, Any]) -> bool:
 
     With other strides torch 2.13 updates the wrong elements, without an error.
     """
-    own = local(param)
-    others = [local(value) for value in (param.grad, *state.values()) if isinstance(value, Tensor) and value.dim()]
-    return is_dense(own) and all(
-        other.layout is torch.strided
-        and (other.stride() == own.stride() or (other.is_contiguous() and own.is_contiguous()))
-        for other in others
+    local_param = local(param)
+    tensors = [local(value) for value in (param.grad, *state.values()) if isinstance(value, Tensor) and value.dim()]
+    return is_dense(local_param) and all(
+        tensor.layout is torch.strided
+        and (tensor.stride() == local_param.stride() or (tensor.is_contiguous() and local_param.is_contiguous()))
+        for tensor in tensors
     )
 
 

@@ -30,8 +30,8 @@ __all__ = [
 
 RANK_ROW = ("power", "nonfinite", "first_bad", "loss", "has_loss", "largest", "scale", "step")
 """Numbers of one rank and step, in float64: sum of share · norm ** p (the largest norm for p = inf), count of NaN and
-Inf, index of the first parameter in backward order that has one, which is the last in the list (-1 for none), loss, 1
-if there is a loss, largest magnitude, scale, number of the step."""
+Inf, index of the last parameter in the list that has one, the first in backward order (-1 for none), loss, 1 if there
+is a loss, largest magnitude, scale, number of the step."""
 
 
 def gather_rows(row: Tensor, layout: Layout) -> Tensor:
@@ -123,7 +123,7 @@ def handshake(
 
     Args:
         layout: ranks that decide together.
-        settings: what must be equal on all ranks beside `distinct=` and `share=`, as text.
+        settings: text by argument, compared over ranks in addition to `distinct=` and `share=`.
         names: names of this rank's parameters.
         per_tensor: True if norms of single tensors are reduced over ranks, which requires equal parameter lists.
 
@@ -180,7 +180,7 @@ def _raise_for_lists(by_rank: Sequence[Sequence[str]], stages: Sequence[int], la
 
 
 def common_to_all(items: Sequence[str], layout: Layout) -> list[str]:
-    """Returns the items that every rank passes, such as patterns that match no parameter of a rank. A collective."""
+    """Returns the items that every rank passes, such as patterns without a match on any rank. A collective."""
     common = set.intersection(*map(set, _gather_objects(list(items), layout.groups)))
     return [item for item in items if item in common]
 

@@ -9,7 +9,7 @@ every element of the model counts once in  norm ** p = Σ over ranks of share ·
 - ranks: number of ranks that decide together: those of `mesh=`, else all.
 - shards: number of parts the parameter is split into: the product of the mesh sizes of its Shard placements; 1 for a
   plain tensor.
-- distinct: number of different parameters that ranks hold in its place: the product of the sizes of the `distinct=`
+- distinct: number of different parameters in its place on other ranks: the product of the sizes of the `distinct=`
   dimensions (pipeline stages, experts) that its own mesh does not span.
 
 Examples with 8 ranks. FSDP2: 8 · 1 / 8 = 1. A norm layer outside the plan of tensor parallelism: 1 · 1 / 8. A plain
@@ -77,7 +77,7 @@ class Layout:
     """True if `share=` was given, so that parameter lists may differ between ranks."""
     has_tensor_norms: bool = True
     """False if parts of one parameter may be on ranks of different stages, so that `spmd_groups` do not reach them all:
-    `share=` beside `distinct=`, or a DTensor that spans a `distinct=` dimension."""
+    `share=` with `distinct=`, or a DTensor that spans a `distinct=` dimension."""
     _weights: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -116,7 +116,7 @@ def layout_of(
     share: ShareFunction | None = None,
     models: Iterable[nn.Module] = (),
 ) -> Layout | None:
-    """Finds the ranks that must decide together, and the share of each parameter. Sends nothing.
+    """Finds the ranks that must decide together, and the share of each parameter, without communication.
 
     Args:
         params: all parameters of this rank's optimizers.
@@ -136,7 +136,7 @@ def layout_of(
     """
     distinct = (distinct,) if isinstance(distinct, str) else tuple(distinct)
     if distinct and mesh is None:
-        raise ValueError(f"distinct={distinct!r} names dimensions of mesh=, which is missing.")
+        raise ValueError(f"distinct={distinct!r} names dimensions of mesh=. Pass mesh= too.")
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -146,15 +146,17 @@ def layout_of(
     if unknown:
         dims = f"has dimensions {', '.join(grid.names)}" if grid.names else "has no named dimensions"
         raise ValueError(f"distinct= names {', '.join(unknown)}, but mesh= {dims}.")
-    declared = [
-        None if share is None else _checked(share(name, p), name) for p, name in zip(params, names, strict=True)
+    declared_shares = [
+        None if share is None else _check_share(share(name, p), name) for p, name in zip(params, names, strict=True)
     ]
-    if not grid.is_declared and (grid.ranks.numel() == 1 or not _must_combine_norms(params, names, declared, models)):
+    if not grid.is_declared and (
+        grid.ranks.numel() == 1 or not _must_combine_norms(params, names, declared_shares, models)
+    ):
         return None
     distinct_dims = [grid.names.index(name) for name in distinct]
     shares = [
         _share(param, name, grid, distinct_dims) if value is None else value
-        for param, name, value in zip(params, names, declared, strict=True)
+        for param, name, value in zip(params, names, declared_shares, strict=True)
     ]
     if grid.ranks.numel() == 1:
         return None
@@ -195,28 +197,28 @@ def _rank_grid(mesh: Any) -> _RankGrid:
     return _RankGrid(ranks, names, groups, ranks.numel() == dist.get_world_size(), is_declared)
 
 
-def _checked(value: Any, name: str) -> float | None:
+def _check_share(value: Any, name: str) -> float | None:
     if value is not None and not 0.0 <= float(value) <= 1.0:
         raise ValueError(f"share= returned {value!r} for {name}; a share is a number from 0 to 1, or None.")
     return None if value is None else float(value)
 
 
 def _must_combine_norms(
-    params: Sequence[Tensor], names: Sequence[str], declared: Sequence[float | None], models: Iterable[nn.Module]
+    params: Sequence[Tensor], names: Sequence[str], declared_shares: Sequence[float | None], models: Iterable[nn.Module]
 ) -> bool:
     """True if ranks must combine their norms although `mesh=` is missing; raises ValueError if that is unclear."""
     import torch.distributed as dist
 
     world = dist.get_world_size()
-    undeclared = [(p, n) for p, n, value in zip(params, names, declared, strict=True) if value is None]
+    undeclared = [(p, n) for p, n, value in zip(params, names, declared_shares, strict=True) if value is None]
     plain = [(p, n) for p, n in undeclared if p.requires_grad and dtensor_spec(p) is None and not is_fsdp1_shard(p)]
     group_sizes = _data_parallel_groups([param for param, _ in plain], models)
     unwrapped = [name for param, name in plain if id(param) not in group_sizes]
     if group_sizes and unwrapped:
         raise ValueError(
-            f"{_listed(unwrapped)} outside of DistributedDataParallel, which averages the other gradients: ranks would "
-            "compute different norms. Wrap all trainable parameters, or pass mesh=torch.distributed.group.WORLD if you "
-            "average these gradients yourself, or share= if the ranks hold different parameters."
+            f"{_format_names(unwrapped)} outside of DistributedDataParallel, which averages the other gradients: ranks "
+            "would compute different norms. Wrap all trainable parameters, or pass mesh=torch.distributed.group.WORLD "
+            "if you average these gradients yourself, or share= if the ranks hold different parameters."
         )
     small = [size for size in group_sizes.values() if size < world]
     if small:
@@ -261,21 +263,21 @@ def _data_parallel_groups(params: Sequence[Tensor], models: Iterable[nn.Module])
     DDP does not mark its parameters, so if `models` do not contain it, all objects of the process are searched.
     """
     kind = nn.parallel.DistributedDataParallel
-    wanted = {id(param) for param in params}
-    found: dict[int, int] = {}
+    param_ids = {id(param) for param in params}
+    group_sizes: dict[int, int] = {}
 
     def search(candidates: Iterable[Any]) -> None:
         for ddp in candidates:
             # Not isinstance(), which triggers warnings of torch's deprecated objects.
             if issubclass(type(ddp), kind) and getattr(ddp, "process_group", None) is not None:
                 for name, param in ddp.module.named_parameters():
-                    if id(param) in wanted and name not in ddp.parameters_to_ignore:
-                        found[id(param)] = ddp.process_group.size()
+                    if id(param) in param_ids and name not in ddp.parameters_to_ignore:
+                        group_sizes[id(param)] = ddp.process_group.size()
 
     search(module for model in models for module in model.modules())
-    if len(found) < len(wanted):
+    if len(group_sizes) < len(param_ids):
         search(gc.get_objects())
-    return found
+    return group_sizes
 
 
 def _share(param: Tensor, name: str, grid: _RankGrid, distinct: Sequence[int]) -> float:
@@ -287,20 +289,24 @@ def _share(param: Tensor, name: str, grid: _RankGrid, distinct: Sequence[int]) -
     ranks, shards = grid.ranks, 1
     spec = dtensor_spec(param)
     if spec is not None:
-        own = spec.device_mesh.mesh
+        mesh_ranks = spec.device_mesh.mesh
         if any(placement.is_partial() for placement in spec.placements):
             raise ValueError(
                 f"{name} is a partial sum, {tuple(spec.placements)}: redistribute it to Shard or Replicate."
             )
         placements = enumerate(spec.placements)
-        shards = math.prod(own.size(dim) for dim, placement in placements if not placement.is_replicate())
-        where = f"{name} is a DTensor on {format_ranks(own.flatten().tolist())}"
-        if not grid.is_declared and own.numel() < ranks.numel():
+        shards = math.prod(mesh_ranks.size(dim) for dim, placement in placements if not placement.is_replicate())
+        where = f"{name} is a DTensor on {format_ranks(mesh_ranks.flatten().tolist())}"
+        if not grid.is_declared and mesh_ranks.numel() < ranks.numel():
             raise ValueError(
                 f"{where} of {ranks.numel()}. Pass mesh=, the DeviceMesh of all ranks that train the model, and "
                 'distinct=("pp",) for pipeline stages.'
             )
-        if not torch.isin(own, ranks).all() or ranks.numel() % own.numel() or spec.device_mesh.get_coordinate() is None:
+        if (
+            not torch.isin(mesh_ranks, ranks).all()
+            or ranks.numel() % mesh_ranks.numel()
+            or spec.device_mesh.get_coordinate() is None
+        ):
             raise ValueError(f"{where}, which is not a sub-mesh of mesh= ({format_ranks(ranks.flatten().tolist())}).")
     different = math.prod(ranks.size(dim) // _span(param, grid, dim) for dim in distinct)
     return shards * different / ranks.numel()
@@ -346,13 +352,13 @@ def collective_device(group: Any, params: Sequence[Tensor]) -> torch.device:
     import torch.distributed as dist
 
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    served = [kind for kind, backend in backends.items() if backend != "gloo"]
-    if "cpu" in backends and (not served or not any(param.device.type in served for param in params)):
+    device_types = [kind for kind, backend in backends.items() if backend != "gloo"]
+    if "cpu" in backends and (not device_types or not any(param.device.type in device_types for param in params)):
         return torch.device("cpu")
     for param in params:
-        if param.device.type in served:
+        if param.device.type in device_types:
             return local(param).device
-    return torch.device(served[0], torch.get_device_module(served[0]).current_device())
+    return torch.device(device_types[0], torch.get_device_module(device_types[0]).current_device())
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -432,6 +438,6 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {text}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'}"

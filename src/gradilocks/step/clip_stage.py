@@ -42,7 +42,7 @@ class ClipStage:
     """Clip policies with their state, for the parameters that step together.
 
     Args:
-        policies: applied in order; each receives the norms as the previous ones left them.
+        policies: applied in order; each receives the norms after the previous ones.
         params: the parameters.
         names: their names.
         groups: number and name of each parameter's param group.
@@ -97,8 +97,8 @@ class ClipStage:
             if per == "row":
                 rows = self._row_norms(tensors, gradient_scale)
                 weights = self._row_norms(self._weights(tensors), torch.ones_like(gradient_scale))
-                state = {**state, "weight_norms": _flat(weights, total)}
-                own_norms = _flat(rows, total)
+                state = {**state, "weight_norms": _concatenate(weights, total)}
+                own_norms = _concatenate(rows, total)
             elif per == "group":
                 assert member is not None
                 own_norms = self._group_norms(local, *member)
@@ -126,17 +126,17 @@ class ClipStage:
         bound = torch.where(reject, rejecting_bound, bound)
         return Clipping(factor, bound, reject, factors, row_factors, value, tuple(observations))
 
-    def update(self, clipping: Clipping, taken: Tensor) -> None:
-        """Updates the state of the policies after a step that was taken.
+    def update(self, clipping: Clipping, is_taken: Tensor) -> None:
+        """Updates the state of the policies, unless the step was skipped.
 
         Args:
             clipping: the result of `limit`.
-            taken: 0-d bool, False for a skipped step, which changes nothing.
+            is_taken: 0-d bool, False for a skipped step.
         """
         for policy, state, observation in zip(self.policies, self.states, clipping.observations, strict=True):
             for name, new in policy.update(*observation, dict(state)).items():
                 old = state[name]
-                old.copy_(torch.where(taken, new.to(old.dtype), old))  # In place: a CUDA graph may read it.
+                old.copy_(torch.where(is_taken, new.to(old.dtype), old))  # In place: a CUDA graph may read it.
 
     def _to_device(self, state: dict[str, Tensor], like: Tensor) -> None:
         for name, tensor in state.items():
@@ -151,10 +151,10 @@ class ClipStage:
         """Norm of each parameter's gradient over all ranks that hold a part of it."""
         if self._layout is None:
             return local
-        return self._root(reduce_powers(self._shared(local), self._layout, self.order, over="spmd"))
+        return self._root(reduce_powers(self._weighted_powers(local), self._layout, self.order, over="spmd"))
 
     def _group_norms(self, local: Tensor, member: tuple[int, ...], count: int) -> Tensor:
-        powers = self._powers(local) if self._layout is None else self._shared(local)
+        powers = self._powers(local) if self._layout is None else self._weighted_powers(local)
         sums, index = powers.new_zeros(count), device_indices(member, powers.device)
         if self.order == math.inf:
             sums = sums.scatter_reduce(0, index, powers, "amax")
@@ -165,13 +165,13 @@ class ClipStage:
         return self._root(sums)
 
     def _total(self, local: Tensor) -> Tensor:
-        powers = self._powers(local) if self._layout is None else self._shared(local)
+        powers = self._powers(local) if self._layout is None else self._weighted_powers(local)
         total = powers.amax() if self.order == math.inf else powers.sum()
         if self._layout is not None:
             total = reduce_powers(total.reshape(1), self._layout, self.order, over="group").reshape(())
         return self._root(total)
 
-    def _shared(self, local: Tensor) -> Tensor:
+    def _weighted_powers(self, local: Tensor) -> Tensor:
         """p-th powers weighted so that their sum over the ranks counts every element once."""
         assert self._layout is not None
         return self._powers(local) if self.order == math.inf else self._powers(local) * self._layout.weights(local)
@@ -199,7 +199,7 @@ class ClipStage:
                 norms.append(None)
                 continue
             dims = tuple(range(1, tensor.dim())) if param.dim() > 1 else None
-            norm = torch.linalg.vector_norm(tensor.detach(), ord=2, dim=dims, dtype=_wide(tensor))
+            norm = torch.linalg.vector_norm(tensor.detach(), ord=2, dim=dims, dtype=_norm_dtype(tensor))
             norms.append(norm.reshape(-1) / gradient_scale)
         return norms
 
@@ -227,7 +227,7 @@ def _initial_state(policy: Any, count: int) -> dict[str, Tensor]:
     """The initial state of a policy; with per = "tensor", in the shapes that it has after the first update.
 
     Raises:
-        TypeError, ValueError: a policy of the user whose `limit` or `update` returns something else than it should.
+        TypeError, ValueError: `limit` or `update` of a custom policy returns the wrong type, keys or number of factors.
     """
     state = dict(policy.init())
     per = getattr(policy, "per", "model")
@@ -253,10 +253,10 @@ def _initial_state(policy: Any, count: int) -> dict[str, Tensor]:
     return {key: tensor.expand(new[key].shape).clone() for key, tensor in state.items()} if per == "tensor" else state
 
 
-def _flat(parts: Sequence[Tensor | None], like: Tensor) -> Tensor:
+def _concatenate(parts: Sequence[Tensor | None], like: Tensor) -> Tensor:
     present = [part for part in parts if part is not None]
     return torch.cat(present) if present else like.new_zeros(0)
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def _norm_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "mps" else torch.float64

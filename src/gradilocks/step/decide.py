@@ -47,7 +47,7 @@ class Decision:
     statistics: Callable[[], Tensor]
     """Returns the statistics of each gradient, [5, n]."""
     is_skipped: bool | None = None
-    """The skip flag, if the host knows it without waiting; otherwise None."""
+    """The skip flag if the host decided; otherwise None."""
     clipping: Clipping | None = None
     rank_rows: Tensor | None = None
     """[ranks, len(RANK_ROW)]; None for one rank."""
@@ -136,7 +136,7 @@ def decide(
     rows = row.unsqueeze(0) if layout is None else gather_rows(row, layout)
     power, nonfinite, largest = combine(rows, order)
     norm = power if order == math.inf else power ** (1.0 / order)
-    norm = norm if has_float64 else _rounded(norm)
+    norm = norm if has_float64 else _round_to_float32(norm)
     broken = (nonfinite > 0) | ~torch.isfinite(norm)
     if layout is not None:
         broken = broken | disagreement(rows)
@@ -182,7 +182,7 @@ def decide(
     )
 
 
-def _rounded(norm: Tensor) -> Tensor:
+def _round_to_float32(norm: Tensor) -> Tensor:
     """Rounds once to float32 if that is a normal number, so that the norm does not depend on the number of ranks."""
     fits = (norm >= _FLOAT32.tiny) & (norm <= _FLOAT32.max)
     return torch.where(fits, norm.to(torch.float32).to(norm.dtype), norm)

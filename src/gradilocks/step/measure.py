@@ -77,7 +77,7 @@ def measure(
     distinct: str | Iterable[str] = (),
     share: ShareFunction | None = None,
 ) -> Measurement:
-    """Measures gradients without stepping, for training loops that you do not own.
+    """Measures gradients without stepping, for training loops other than your own.
 
     With several ranks this is a collective that all of them must call. The first call with a list of parameters also
     compares the lists over ranks, so all ranks must change theirs at the same call. Does not wait for the device.
@@ -96,13 +96,13 @@ def measure(
         (5.0, ())
     """
     check_order(order)
-    names, tensors, models = _named(params)
+    names, tensors, models = _names_and_tensors(params)
     if not tensors:
         raise ValueError("measure() was given no parameters that require grad.")
     read = grad or _default_gradient
     layout, by_rank = _layout_and_names(tensors, names, models, mesh, distinct, share)
-    grads = [None if (found := read(param)) is None else elements(_as_placed(found, param)) for param in tensors]
-    if any(found is not None for found in grads):
+    grads = [None if (value := read(param)) is None else elements(_redistribute(value, param)) for param in tensors]
+    if any(gradient is not None for gradient in grads):
         statistics = statistics_of(grads, order=order)
     elif layout is None:
         raise ValueError(f"none of the {len(names)} parameters has a gradient; call measure() after backward().")
@@ -123,13 +123,15 @@ def measure(
     total = torch.where(nonfinite > 0, torch.where(statistics[3].sum() > 0, math.nan, math.inf), total)
 
     def find_culprits() -> tuple[str, ...]:
-        found = [name for name, count in zip(names, bad.tolist(), strict=True) if count]
+        culprits = [name for name, count in zip(names, bad.tolist(), strict=True) if count]
         for rank, number in enumerate(rows[:, RANK_ROW.index("first_bad")].tolist()):
             if number >= 0:
-                found.append(by_rank[rank if len(by_rank) > 1 else 0][int(number)])
-        return tuple(dict.fromkeys(found))
+                culprits.append(by_rank[rank if len(by_rank) > 1 else 0][int(number)])
+        return tuple(dict.fromkeys(culprits))
 
-    present = {name: norm for name, norm, found in zip(names, norms.unbind(), grads, strict=True) if found is not None}
+    present = {
+        name: norm for name, norm, gradient in zip(names, norms.unbind(), grads, strict=True) if gradient is not None
+    }
     return Measurement(total, present, find_culprits)
 
 
@@ -145,8 +147,7 @@ def _layout_and_names(
     world = distributed.group.WORLD if distributed.is_available() and distributed.is_initialized() else None
     distinct = (distinct,) if isinstance(distinct, str) else tuple(distinct)
     shares = None if share is None else tuple(map(share, names, params))
-    # The key holds values and live objects; ids of parameters are verified below, because ids are reused. So either
-    # all ranks find their entry or none does.
+    # Python reuses ids, so those of parameters are verified below. Either all ranks find their entry or none does.
     key = (world, mesh, distinct, shares, tuple(names), *map(id, params))
     if key in _layouts and all(reference() is param for reference, param in zip(_layouts[key][0], params, strict=True)):
         return _layouts[key][1:]
@@ -159,7 +160,7 @@ def _layout_and_names(
     return layout, by_rank
 
 
-def _as_placed(grad: Tensor, param: Tensor) -> Tensor:
+def _redistribute(grad: Tensor, param: Tensor) -> Tensor:
     """A DTensor gradient with the placements of its parameter, from which its share follows."""
     return reduce_partial(grad, param) if is_dtensor(grad) else grad
 
@@ -168,7 +169,7 @@ def _default_gradient(param: Tensor) -> Tensor | None:
     return param.grad
 
 
-def _named(params: Any) -> tuple[list[str], list[Tensor], tuple[nn.Module, ...]]:
+def _names_and_tensors(params: Any) -> tuple[list[str], list[Tensor], tuple[nn.Module, ...]]:
     if isinstance(params, nn.Module):
         tensors: list[Tensor] = [param for param in params.parameters() if param.requires_grad]
         return Names(params, ()).of(tensors), tensors, (params,)

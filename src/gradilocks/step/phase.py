@@ -59,7 +59,7 @@ class OptimizerPhase:
     Attributes:
         phase: the current phase.
         overflow: 0-d flag that `unscale_` computed; None if it was not called.
-        pending: the Decision of a `step(only=)`, until `update()` moves the scale.
+        pending: the Decision of a `step(only=)`, until `update()`.
         is_stepping: True while the control steps the optimizer.
     """
 
@@ -67,7 +67,7 @@ class OptimizerPhase:
         self._optimizer = optimizer
         self._marks: list[_Mark] = []
         self._leftovers: list[tuple[_Mark, Tensor]] = []
-        self._watched: list[_Mark] = []
+        self._unscaled_marks: list[_Mark] = []
         self.phase = Phase.CLEAR
         self.overflow: Tensor | None = None
         self.pending: Decision | None = None
@@ -86,10 +86,10 @@ class OptimizerPhase:
         if self.phase is Phase.UNSCALED and any(mark.is_nonzero() for mark in self._marks):
             if not may_be_for_another_optimizer:
                 raise ScaleMisuse(_ONTO_UNSCALED)
-            self._watched = self._mark(every=True)
+            self._unscaled_marks = self._mark(every=True)
             return
-        # A GAN's second loss may add to the used gradients of the first optimizer, which are cleared before its next
-        # backward pass. The error, and the device read that it needs, are therefore deferred to the step.
+        # The second loss of a GAN may add to used gradients of the first optimizer, which are cleared later. So the
+        # error, and the device read that it needs, wait until the step.
         if self.phase is Phase.USED:
             self._leftovers = [(mark, mark.is_nonzero()) for mark in self._marks if mark.is_unchanged()]
         elif self._leftovers:
@@ -103,8 +103,8 @@ class OptimizerPhase:
         Raises:
             ScaleMisuse: scaled gradients were added to unscaled ones.
         """
-        watched, self._watched = self._watched, []
-        if not all(mark.is_unchanged() for mark in watched):
+        marks, self._unscaled_marks = self._unscaled_marks, []
+        if not all(mark.is_unchanged() for mark in marks):
             raise ScaleMisuse(_ONTO_UNSCALED)
 
     def check_step(self) -> None:
@@ -115,8 +115,8 @@ class OptimizerPhase:
             )
         if self.phase is Phase.USED:
             raise ScaleMisuse(
-                "step() without a scaled loss since the previous step(), which was taken, skipped or failed. Call "
-                "zero_grad() and control.backward(loss) first."
+                "step() without a scaled loss since the previous step(). Call zero_grad() and control.backward(loss) "
+                "first, also after a skipped step."
             )
         if self.phase is Phase.CLEAR:
             raise ScaleMisuse(
@@ -129,7 +129,7 @@ class OptimizerPhase:
     def check_unscale(self) -> None:
         """Raises ScaleMisuse for gradients that do not carry the scale, or are left over from an earlier step."""
         if self.phase is Phase.UNSCALED:
-            raise ScaleMisuse("unscale_() was already called since the last step; the gradients are unscaled.")
+            raise ScaleMisuse("unscale_() was already called since the last step. Remove the second call.")
         if self.phase is not Phase.SCALED:
             raise ScaleMisuse("unscale_() without a scaled loss. Call control.backward(loss) first.")
         self._check_leftovers()
@@ -146,7 +146,7 @@ class OptimizerPhase:
         self._enter(Phase.UNSCALED, overflow)
 
     def note_used(self) -> None:
-        """Records that a step used the gradients, or that the scale has moved without one."""
+        """Records that a step used the gradients, or that `update()` changed the scale without one."""
         self._enter(Phase.USED)
 
     def note_cleared(self) -> None:

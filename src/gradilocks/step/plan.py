@@ -36,10 +36,10 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class StepPlan:
-    """Runs the steps of optimizers that step together, and holds the tables and policies that these steps reuse.
+    """The steps of optimizers that step together, with their tables and clip policies.
 
-    With the common policies, gradients on a GPU take the recorded step, and on a CPU the host decides. Everything else
-    runs as torch operations on the device.
+    With scale None, StaticScale or DynamicScale and no clip policy but ClipByNorm, a GPU runs the recorded step and a
+    CPU the host step. Everything else runs as torch operations on the device.
 
     Args:
         optimizers: the optimizers that step together.
@@ -91,7 +91,7 @@ class StepPlan:
 
         Args:
             is_unscaled: True if the gradients no longer carry the scale.
-            moves: True if the scale moves after this step.
+            moves: True to update the scale after this step.
             overflow: 0-d flag that `unscale_` computed; None if it was not called.
             loss: 0-d, the loss of this rank.
             detail: True to measure every gradient separately, even if the decision does not need it.
@@ -148,7 +148,7 @@ class StepPlan:
         if self._state.steps.device != device:
             self._state.to(device)
         if any(tensor is not None for tensor in tensors):
-            # Only policies beyond the plain rules use the largest magnitude.
+            # ClipByNorm with a plain scale rule does not use the largest magnitude.
             is_detailed = detail or self._rule is None
             statistics = statistics_of(tensors, order=self.clip.order, detail=is_detailed).to(device)
         else:  # The other ranks wait for this one, so it contributes zeros.
@@ -168,14 +168,14 @@ class StepPlan:
 
     @torch.no_grad()
     def advance(self, decision: Decision, *, moves: bool) -> None:
-        """Counts a decided step, moves the scale and updates the clip policies."""
+        """Counts a decided step and updates the scale and the clip policies."""
         state = self._state
         state.steps += 1
         state.streak.copy_(torch.where(decision.overflow, state.streak + 1, 0))
         if decision.clipping is not None:
             self.clip.update(decision.clipping, decision.skip == 0)
         if moves:
-            state.move(decision.overflow, decision.largest, keep_scale=(decision.skip > 0) & ~decision.overflow)
+            state.update_scale(decision.overflow, decision.largest, keep_scale=(decision.skip > 0) & ~decision.overflow)
 
     def _update(self, decision: Decision, tensors: Sequence[Tensor | None]) -> None:
         begin = 0

@@ -23,7 +23,7 @@ class StepState:
     All tensors are 0-d and updated in place, so that captured CUDA graphs keep reading them.
 
     Args:
-        policy: moves the scale; None for no scaling, which is a constant scale of 1.
+        policy: updates the scale; None for no scaling, a constant scale of 1.
     """
 
     def __init__(self, policy: ScalePolicy | None) -> None:
@@ -57,8 +57,8 @@ class StepState:
     def to(self, device: torch.device) -> None:
         """Moves all tensors to `device` without a synchronization."""
         if self.steps.device != device:
-            self.tensors = {name: _moved(tensor, device) for name, tensor in self.tensors.items()}
-            self.steps, self.streak = _moved(self.steps, device), _moved(self.streak, device)
+            self.tensors = {name: _copy_to(tensor, device) for name, tensor in self.tensors.items()}
+            self.steps, self.streak = _copy_to(self.steps, device), _copy_to(self.streak, device)
 
     def set_scale(self, scale: float | Tensor) -> None:
         """Overwrites the scale."""
@@ -68,8 +68,8 @@ class StepState:
             self.scale.fill_(scale)
 
     @torch.no_grad()
-    def move(self, overflow: Tensor, largest: Tensor, keep_scale: Tensor | None = None) -> None:
-        """Lets the policy move the scale after a step.
+    def update_scale(self, overflow: Tensor, largest: Tensor, keep_scale: Tensor | None = None) -> None:
+        """Updates the scale by the policy after a step.
 
         Args:
             overflow: 0-d bool, a gradient contained NaN or Inf.
@@ -85,8 +85,8 @@ class StepState:
             moved = new[name].to(tensor.dtype)
             tensor.copy_(moved if keep_scale is None else torch.where(keep_scale.to(device), tensor, moved))
 
-    def move_for(self, decisions: Sequence[Decision], flags: Sequence[Tensor]) -> None:
-        """Lets the policy move the scale once for several optimizers that stepped one by one.
+    def update_scale_for(self, decisions: Sequence[Decision], flags: Sequence[Tensor]) -> None:
+        """Updates the scale once for several optimizers that stepped one by one.
 
         Args:
             decisions: the decisions of the optimizers that stepped.
@@ -96,14 +96,14 @@ class StepState:
         overflows = [*(decision.overflow for decision in decisions), *flags]
         overflow = torch.stack([flag.to(device, torch.float32) for flag in overflows]).amax() > 0
         if not decisions:
-            self.move(overflow, torch.full_like(self.scale, math.nan))
+            self.update_scale(overflow, torch.full_like(self.scale, math.nan))
             return
         largest = torch.stack([decision.largest.to(device) for decision in decisions]).amax()
         is_skipped = torch.stack([decision.skip.to(device) for decision in decisions]).amin() > 0
-        self.move(overflow, largest, keep_scale=is_skipped & ~overflow)
+        self.update_scale(overflow, largest, keep_scale=is_skipped & ~overflow)
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+def _copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     source = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
     # A copy to the host must be synchronous, or it could be read too early.
     return source.to(device, non_blocking=device.type == "cuda")

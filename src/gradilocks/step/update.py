@@ -34,7 +34,7 @@ def update(optimizer: Any, tensors: Sequence[Tensor | None], decision: Decision,
     if uses_amp_arguments(optimizer) and (is_decided or not _needs_host_decision(optimizer, tensors, decision.skip)):
         if decision.clipping is not None:
             _apply_per_tensor(decision, tensors, begin)
-        # A Python number comes from a host decision, for which skipped steps have already returned above.
+        # A Python number means that the host decided not to skip.
         is_on_host = not isinstance(decision.divisor, Tensor)
         divisor = (
             None if is_on_host and decision.divisor == 1.0 else torch.as_tensor(decision.divisor, dtype=torch.float32)
@@ -61,23 +61,23 @@ def _apply_per_tensor(decision: Decision, tensors: Sequence[Tensor | None], begi
     clipping = decision.clipping
     if clipping is None or (clipping.factors is None and clipping.row_factors is None and clipping.value is None):
         return
-    taken = decision.skip == 0
+    is_taken = decision.skip == 0
     if clipping.row_factors is not None:
         for tensor, factor in zip(tensors, clipping.row_factors[begin:], strict=False):
             if tensor is not None and factor is not None:
                 shape = (-1, *(1,) * (tensor.dim() - 1)) if tensor.dim() > 1 else ()
-                chosen = torch.where(taken, factor, 1.0).reshape(shape).to(tensor.device)
-                tensor.copy_(tensor.to(chosen.dtype) * chosen)
+                factors = torch.where(is_taken, factor, 1.0).reshape(shape).to(tensor.device)
+                tensor.copy_(tensor.to(factors.dtype) * factors)
     for on_device, indices in _by_device(tensors):
         device = on_device[0].device
         if clipping.factors is not None:
-            chosen = torch.where(taken, clipping.factors, 1.0)
-            chosen = chosen[device_indices(tuple(begin + i for i in indices), chosen.device)]
-            kernels.multiply_(on_device, chosen.to(device))
+            factors = torch.where(is_taken, clipping.factors, 1.0)
+            factors = factors[device_indices(tuple(begin + i for i in indices), factors.device)]
+            kernels.multiply_(on_device, factors.to(device))
         if clipping.value is not None:
             # The elements still carry the scale, and the clip factor is applied after the clamp.
             bound = clipping.value / decision.multiplier
-            kernels.clamp_(on_device, torch.where(taken, bound, torch.inf).to(device))
+            kernels.clamp_(on_device, torch.where(is_taken, bound, torch.inf).to(device))
 
 
 def _by_device(tensors: Sequence[Tensor | None]) -> Iterator[tuple[list[Tensor], list[int]]]:
@@ -91,9 +91,9 @@ def _by_device(tensors: Sequence[Tensor | None]) -> Iterator[tuple[list[Tensor],
 
 
 def _step_function(optimizer: Any) -> Any:
-    """The function behind `optimizer.step`, without the wrappers of torch: LR schedulers, profiler and step hooks.
+    """The function behind `optimizer.step` without torch's wrappers (LR schedulers, profiler, step hooks).
 
-    Other wrappers are not removed, because they must be called.
+    Wrappers of other libraries stay, because they must be called.
     """
     function = optimizer.step
     while True:
@@ -134,8 +134,8 @@ def can_bypass_step(optimizer: Any) -> bool:
 def _needs_host_decision(optimizer: Any, tensors: Sequence[Tensor | None], skip: Tensor) -> bool:
     """True if the host must read the skip flag for this step, because torch's fused step would skip incorrectly.
 
-    Fused SGD without momentum buffers: torch allocates them uninitialised, and a skipped step leaves them so; the next
-    step would add garbage to the weights (20 of 20 tries with torch 2.13). Gradients on another device than the flag:
+    Fused SGD without momentum buffers: torch allocates them uninitialized, and a skipped step leaves them so; the next
+    step would add garbage to the weights (20 of 20 runs with torch 2.13). Gradients on another device than the flag:
     torch copies the flag there without waiting.
     """
     if isinstance(optimizer, torch.optim.SGD) and not isinstance(optimizer, SinglePassOptimizer):
@@ -155,9 +155,9 @@ def amp_arguments(optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor |
     If the user has set a `grad_scale`, the two are multiplied.
     """
     before = {name: getattr(optimizer, name) for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)}
-    preset = before.get("grad_scale")
-    if preset is not None:
-        grad_scale = preset if grad_scale is None else grad_scale * preset
+    user_scale = before.get("grad_scale")
+    if user_scale is not None:
+        grad_scale = user_scale if grad_scale is None else grad_scale * user_scale
     optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
     try:
         yield

@@ -29,7 +29,7 @@ struct BFloat16 {
 #define VECTORIZED __attribute__((noinline))
 #endif
 
-// A function that Python calls.
+// Marks a function that Python calls.
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Elements that are processed at a time where a loop needs a buffer: 2 KiB.

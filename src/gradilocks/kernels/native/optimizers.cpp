@@ -4,7 +4,7 @@
 // copy is the master rounded.
 //
 // Properties of a whole tensor (weight decay or none, the form of `lerp`) are selected element by element, which costs
-// nothing beside two divisions and a root; a loop for each of 8 cases (-funswitch-loops) compiles in 14 s instead of 2.
+// nothing next to two divisions and a root; a loop for each of 8 cases (-funswitch-loops) compiles in 14 s instead of 2.
 #include <cmath>
 #include <stdlib.h>
 
@@ -66,7 +66,7 @@ void step_piece(const Table& table, const Piece& piece, int32_t kind, const F& s
   Column rounded(has_master ? table(PARAM, i) : 0, param_dtype, piece.begin);
   Column state1(table(STATE1, i), state_dtype, piece.begin), state2(table(STATE2, i), state_dtype, piece.begin);
   Column grad(table(GRAD, i), grad_dtype, piece.begin);
-  const int64_t block = kind == 0 ? length : BLOCK;  // Of kind 0, everything is float32.
+  const int64_t block = kind == 0 ? length : BLOCK;  // Kind 0: all tensors are float32.
   for (int64_t from = 0; from < length; from += block) {
     const int64_t count = std::min(block, length - from);
     float *p = weight.read(from, count), *m = state1.read(from, count), *v = state2.read(from, count);
