@@ -3,7 +3,7 @@
 # setup.py, constraints.txt or a C++ source has changed.
 #
 #   make PYTHON=python3.12 test    choose the interpreter (when .venv does not exist yet)
-#   make test ARGS="-k clip"       pass more to pytest; the same for quick, demo and bench
+#   make test ARGS="-k clip"       pass more to pytest; the same for the other targets that run tests, demo and bench
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +16,7 @@ CANDIDATES := python3.11 python3.12 python3.13 python3.10 python3 python
 WORKERS ?= 2
 ARGS ?=
 
-# The fast tests of the parts that most changes touch: 17 s on two idle cores.
+# The fast tests of the parts that most changes touch: about 20 s on two idle cores.
 QUICK := tests/policies tests/step tests/formats tests/dropin/test_scaler_contract.py tests/test_architecture.py \
   tests/view/test_findings.py tests/view/test_columns.py tests/view/test_runfile.py
 
