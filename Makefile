@@ -88,7 +88,7 @@ docs: $(DEV) ## the site, strict, in build/site
 bench: $(DEV) ## measure a step beside torch's own
 	@$(BIN)/python benchmarks/bench_step.py $(ARGS)
 
-clean: ## remove caches and build outputs; the environments stay (rm -r .venv for a new one)
+clean: ## remove caches and build outputs; the C extension and the environments stay (rm -r .venv for new ones)
 	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -path './$(VENV)*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
