@@ -3,7 +3,7 @@
 # setup.py, constraints.txt or a C++ source has changed.
 #
 #   make PYTHON=python3.12 test    choose the interpreter (when .venv does not exist yet)
-#   make test ARGS="-k clip"       pass more to pytest; the same for quick, demo and bench
+#   make test ARGS="-k clip"       pass more to pytest; the same for the other targets that run tests, demo and bench
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,6 +15,10 @@ PYTHON ?=
 CANDIDATES := python3.11 python3.12 python3.13 python3.10 python3 python
 WORKERS ?= 2
 ARGS ?=
+
+# The fast tests of the parts that most changes touch: about 20 s on two idle cores.
+QUICK := tests/policies tests/step tests/formats tests/dropin/test_scaler_contract.py tests/test_architecture.py \
+  tests/view/test_findings.py tests/view/test_columns.py tests/view/test_runfile.py
 
 # One thread per worker: torch's own threads would compete with the other worker for the same cores. A
 # worker without tests takes some from the other. Bytecode is kept even where the environment disables
@@ -84,7 +88,7 @@ docs: $(DEV) ## the site, strict, in build/site
 bench: $(DEV) ## measure a step beside torch's own
 	@$(BIN)/python benchmarks/bench_step.py $(ARGS)
 
-clean: ## remove caches and build outputs; the environments stay (rm -r .venv for a new one)
+clean: ## remove caches and build outputs; the C extension and the environments stay (rm -r .venv for new ones)
 	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -path './$(VENV)*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 

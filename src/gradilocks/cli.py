@@ -1,6 +1,6 @@
-"""The `gradilocks` command. Only this module prints and exits.
+"""The `gradilocks` command: its options, messages and exit status.
 
-Exit status: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C; `gradilocks run` exits as the script does. What each
+The status is 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C; `gradilocks run` exits as the script does. What each
 command needs is imported when it runs: a script may set environment variables before it imports torch.
 """
 

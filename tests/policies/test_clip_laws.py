@@ -276,4 +276,6 @@ def test_every_public_policy_is_listed_here():
     }
     listed = {type(policy).__name__ for policy in SINGLE.values()}
     assert public - {"ClipPolicy"} <= listed
+    with_memory = {type(policy).__name__ for policy in SINGLE.values() if policy.init()} & public
+    assert with_memory <= {type(policy).__name__ for policy in LEARNING.values()}
     assert all(resolve_clip(policy) for policy in POLICIES.values())

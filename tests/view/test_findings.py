@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,11 @@ def test_there_are_about_fourteen_rules_with_docstrings() -> None:
     rules = [rule for tier in TIERS for rule in tier]
     assert 12 <= len(rules) <= 16
     assert all(rule.__doc__ for rule in rules)
+
+
+def test_every_rule_has_a_row_in_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    assert [rule.__name__ for tier in TIERS for rule in tier if f"| `{rule.__name__}` |" not in page] == []
 
 
 def test_findings_name_the_optimizer_if_there_are_several() -> None:

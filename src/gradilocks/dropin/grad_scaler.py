@@ -1,7 +1,8 @@
 """`torch.amp.GradScaler` without torch's defects.
 
-torch's class touches gradients in one method, `_unscale_grads_`. It is called where it is correct and replaced where it
-is not; the order of calls, the errors, `state_dict` and pickling remain torch's code.
+torch's class touches gradients in one method, `_unscale_grads_`, which `unscale_` and `step` call. torch's method is
+called where it is correct and replaced where it is not; the order of calls, the errors, `state_dict` and pickling
+remain torch's code.
 """
 
 from __future__ import annotations

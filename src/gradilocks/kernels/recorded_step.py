@@ -200,7 +200,7 @@ class RecordedStep:
             skip=self.skip,
             multiplier=self.multiplier,
             divisor=self.divisor,
-            overflow=self.skip,
+            overflow=self.skip,  # ClipByNorm rejects no step, so every skipped one overflowed.
             row=partial(self.row, slot),
             statistics=partial(self.statistics, slot),
             rank_rows=None if self._layout is None else self.rows.clone(),

@@ -69,7 +69,7 @@ def reduce_powers(powers: Tensor, layout: Layout, order: float, *, over: Literal
         powers: 1-d, one per tensor or group, weighted with the shares.
         layout: the ranks.
         order: p.
-        over: "spmd" for the ranks with the same parameter list, "group" for all.
+        over: "spmd" for the ranks with the same parameter list (`layout.spmd_groups`), "group" for all.
     """
     import torch.distributed as dist
 

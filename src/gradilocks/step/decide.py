@@ -32,7 +32,10 @@ _NAN, _INF = STATISTICS.index("nan"), STATISTICS.index("inf")
 
 @dataclass(frozen=True)
 class Decision:
-    """The choice to step or to skip, and the multiplier of the gradients. All tensors are on the device."""
+    """The choice to step or to skip, and the multiplier of the gradients. All tensors are on the device.
+
+    Those of a recorded step are overwritten by its next step; `row` and `statistics` can be read longer.
+    """
 
     skip: Tensor
     """float32, 0-d: exactly 1 or exactly 0."""

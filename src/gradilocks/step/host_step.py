@@ -95,7 +95,7 @@ class HostStep:
         state: scale and counters. Their tensors must stay the same.
         clip: the clip policy.
         max_gradient: the largest finite number that all of the gradients' dtypes can hold.
-        fused: updates `params`; None to decide only.
+        fused: updates `params`; None to decide only, as always without the C extension.
     """
 
     def __init__(

@@ -38,8 +38,9 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class StepPlan:
     """The steps of optimizers that step together, with their tables and clip policies.
 
-    With scale None, StaticScale or DynamicScale and no clip policy but ClipByNorm, a GPU runs the recorded step and a
-    CPU the host step. Everything else runs as torch operations on the device.
+    With the common policies and dtypes, gradients on a GPU take a RecordedStep, and on a CPU a HostStep: the "fast
+    step", which measures, decides, counts and moves the scale, and also updates the parameters if a FusedStep covers
+    all optimizers. Everything else runs as torch operations: `decide`, `update`, `advance`.
 
     Args:
         optimizers: the optimizers that step together.
@@ -70,10 +71,13 @@ class StepPlan:
         self._has_float64 = bool(dtypes & {torch.float64, torch.complex128})
         self._max_gradient = largest_finite(self.params)
         rules = state.rules
-        self._rule = clip_rule(policies) if rules is not None else None
+        self._clip_rule = clip_rule(policies) if rules is not None else None
+        """None if the policies, or later the parameters, need torch operations."""
         self._scale_moves = rules is None or rules.moves
         self._fast: RecordedStep | HostStep | None = None
         self._fused: FusedStep | None = None
+        """Part of the fast step; None if `update` calls `optimizer.step()`."""
+        # For `_is_fast_step_current`: what the fast step was created for.
         self._bypasses_step = False
         self._scale: Tensor | None = None
         self._sizes: tuple[int, ...] = ()
@@ -137,7 +141,7 @@ class StepPlan:
         loss: Tensor | None = None,
         detail: bool = False,
     ) -> Decision:
-        """Measures the gradients and decides the step by torch operations; changes nothing.
+        """Measures the gradients and decides the step by torch operations. Changes neither scale nor counters.
 
         Args:
             tensors: the gradients.
@@ -149,7 +153,7 @@ class StepPlan:
             self._state.to(device)
         if any(tensor is not None for tensor in tensors):
             # ClipByNorm with a plain scale rule does not use the largest magnitude.
-            is_detailed = detail or self._rule is None
+            is_detailed = detail or self._clip_rule is None
             statistics = statistics_of(tensors, order=self.clip.order, detail=is_detailed).to(device)
         else:  # The other ranks wait for this one, so it contributes zeros.
             statistics = torch.zeros(len(kernels.STATISTICS), len(tensors), dtype=torch.float64, device=device)
@@ -168,7 +172,7 @@ class StepPlan:
 
     @torch.no_grad()
     def advance(self, decision: Decision, *, moves: bool) -> None:
-        """Counts a decided step and updates the scale and the clip policies."""
+        """Counts a step that `decide` decided; updates the scale and the clip policies."""
         state = self._state
         state.steps += 1
         state.streak.copy_(torch.where(decision.overflow, state.streak + 1, 0))
@@ -214,7 +218,7 @@ class StepPlan:
             return True
         self._fast = None
         device = first_device(self.optimizers)
-        if self._rule is None or self._rule.order not in (1.0, 2.0, math.inf):
+        if self._clip_rule is None or self._clip_rule.order not in (1.0, 2.0, math.inf):
             return False
         is_recorded = kernels.has_recorded_step(device.type)
         if not is_recorded and (device.type != "cpu" or self.layout is not None):
@@ -226,17 +230,17 @@ class StepPlan:
             )
         self._check_parameters()
         if not all(_is_supported(local(param), device) for param in self.params):
-            self._rule = None
+            self._clip_rule = None
             return False
         self._state.to(device)
         self._scale, self._sizes = self._state.scale, tuple(map(Tensor.numel, self.params))
         self._bypasses_step = all(map(can_bypass_step, self.optimizers))
         self._fused = FusedStep.make(self.optimizers) if self._bypasses_step else None
         if is_recorded:
-            self._fast = self._recorded_step(self._rule, device)
+            self._fast = self._recorded_step(self._clip_rule, device)
         else:
             self._fast = HostStep(
-                self.params, self._state, self._rule, max_gradient=self._max_gradient, fused=self._fused
+                self.params, self._state, self._clip_rule, max_gradient=self._max_gradient, fused=self._fused
             )
         return True
 
