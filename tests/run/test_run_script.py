@@ -141,7 +141,7 @@ def test_a_run_file_that_cannot_be_written_is_an_error_before_the_script_starts(
 
 
 def test_a_missing_script_and_a_wrong_guard_are_errors(tmp_path):
-    with pytest.raises(GradilocksError, match=r"there is no script 'absent\.py'"):
+    with pytest.raises(GradilocksError, match=r"script 'absent\.py' does not exist"):
         run_script(["absent.py"])
     with pytest.raises(ValueError, match="guard must be 'skip', 'stop' or None, got 'halt'"):
         Options(guard="halt")

@@ -348,7 +348,7 @@ def test_norms_that_vary_by_orders_have_no_spikes() -> None:
 
 def test_parameters_without_gradients_are_named() -> None:
     run = made.made_run(always=lambda step: {"norms": [0.5, None], "zeros": [0.0, None], "updates": [1e-3, 0.0]})
-    assert found(run)["unused_parameters"].text == "b.weight: frozen, or not used for the loss."
+    assert found(run)["unused_parameters"].text == "b.weight: frozen, or not used in the loss."
 
 
 def test_no_gradient_at_all_is_a_problem_of_one_optimizer_and_a_warning_of_several() -> None:

@@ -1,4 +1,4 @@
-"""StepObserver: turns the calls that `hooks.py` reports into recorded steps."""
+"""Converts the calls that `hooks.py` reports into recorded steps."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ from gradilocks.trace import Culprit, nonfinite_values
 __all__ = ["StepObserver"]
 
 MAX_REPLAYS = 20
-"""Bad steps that are traced in one run. A replay takes about as long as ten steps."""
+"""Non-finite steps replayed per run. A replay takes about as long as ten steps."""
 MAX_SEARCHES = 8
 """Searches for parameter names. Each takes 0.1 s, and some scripts create an optimizer for every batch."""
-
 MAX_ALIKE = 4
-"""Optimizers of one class and shape that are told apart."""
+"""Optimizers with the same class and shapes that are recorded separately."""
 
 
 @dataclass(eq=False)
 class _Tracked:
-    """An optimizer of the script, or several alike that replace each other."""
+    """An optimizer of the script, or a series of equal ones of which each replaces the last."""
 
     index: int
     optimizer: weakref.ref[Any]
@@ -58,10 +57,10 @@ class _Clip:
 
 @dataclass(eq=False)
 class _Since:
-    """What happened since the latest backward."""
+    """Measurements and calls since the latest backward."""
 
     statistics: dict[int, tuple[weakref.ref[Tensor], tuple[float, ...]]] = field(default_factory=dict)
-    """Gradient and its statistics, by the parameter's id."""
+    """Gradient and statistics, by the parameter's id."""
     clips: list[_Clip] = field(default_factory=list)
     unscaled: set[int] = field(default_factory=set)
     """Ids of optimizers whose gradients a scaler has unscaled."""
@@ -69,23 +68,23 @@ class _Since:
 
 
 class StepObserver:
-    """Records every optimizer step of a script and looks at its gradients once, before the first thing that uses them.
+    """Records every optimizer step of a script. Measures the gradients once, before their first use.
 
     Args:
         recorder: writes the run file.
-        has_trace: find the origin of NaN and Inf by a replay.
+        has_trace: search for the origin of NaN and Inf by replay.
         guard: "skip", "stop" or None.
     """
 
     def __init__(self, recorder: Recorder, *, has_trace: bool = True, guard: str | None = None) -> None:
         self.recorder = recorder
         self.culprits: list[str] = []
-        """Sentences about the first bad steps."""
+        """Texts of the culprits, without repetitions."""
         self.calls = CallLog() if has_trace else None
         self._guard = Guard(guard) if guard else None
         self._since = _Since()
         self._losses: list[tuple[Tensor, bool]] = []
-        """Losses since the last step, and True for those that do not carry a scale."""
+        """Losses since the last step; True for an unscaled loss."""
         self._has_stepped = False
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None
         self._tracked: list[_Tracked] = []
@@ -96,9 +95,9 @@ class StepObserver:
         self._stepping: list[Any] = []
         """Optimizers, scalers and controls whose step is in progress, outermost first."""
         self._first_closure: tuple[list[tuple[Tensor, bool]], _Since] | None = None
-        """Losses and numbers after the first call of a closure."""
+        """Losses and measurements after the first call of a closure."""
 
-    # --- backward and what follows it ---------------------------------------------------------------------------------
+    # --- backward, unscaling, clipping --------------------------------------------------------------------------------
 
     def note_scaled(self, loss: Any, scaled: Any) -> None:
         """`scaler.scale(loss)` returned `scaled`."""
@@ -107,9 +106,9 @@ class StepObserver:
 
     def begin_backward(self, tensors: Any) -> None:
         """Backward begins from one or several tensors."""
-        # LBFGS calls its closure several times in a step; the first culprit is the step's.
+        # LBFGS calls its closure several times per step; the first culprit is kept.
         self._since = _Since(culprit=self._since.culprit if self._stepping else None)
-        if self._has_stepped:  # Several optimizers that step after one backward share its loss.
+        if self._has_stepped:  # The loss is kept until then: several optimizers may step after one backward.
             self._losses, self._has_stepped = [], False
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
             is_scaled = self._scaled is not None and self._scaled[0]() is tensor
@@ -192,7 +191,7 @@ class StepObserver:
         self._stepping.pop()
         was_guarded = self._guard is not None and self._guard.restore()
         if not self._is_inner():
-            if self._first_closure is not None:  # A step is described by where it began.
+            if self._first_closure is not None:  # The loss and norm of a step are those at its start.
                 self._losses, self._since = self._first_closure
             is_fused_skip = self._scale is not None and supports_amp_scaling(optimizer) and bool(self._bad(optimizer))
             self._record(optimizer, is_skipped=was_guarded or is_fused_skip)
@@ -223,7 +222,7 @@ class StepObserver:
         self.recorder.log(**numbers)
 
     def _is_inner(self) -> bool:
-        """True for a step inside of another: of a control, or of another optimizer."""
+        """True for a step inside another step, of a control or of another optimizer."""
         return any(hasattr(outer, "param_groups") or hasattr(outer, "optimizers") for outer in self._stepping)
 
     # --- numbers ------------------------------------------------------------------------------------------------------
@@ -286,7 +285,7 @@ class StepObserver:
             if any(map(is_dtensor, params)):
                 norm = float(clip.norm) / unit
         elif any(map(is_dtensor, params)):
-            norm = math.nan  # The shards of the other ranks are not known here.
+            norm = math.nan  # The shards on the other ranks are not measured.
         fields: dict[str, Any] = {
             "kind": "step",
             "step": tracked.step,
@@ -327,14 +326,14 @@ class StepObserver:
     # --- optimizers and names -----------------------------------------------------------------------------------------
 
     def _track(self, optimizer: Any) -> _Tracked:
-        """The entry of an optimizer. A new one like another that is gone continues its numbers."""
+        """The entry of an optimizer. An equal optimizer that no longer exists passes its entry to a new one."""
         for tracked in self._tracked:
             if tracked.optimizer() is optimizer:
                 return tracked
         params = parameters([optimizer])
         signature = type(optimizer), tuple(param.shape for param in params)
         alike = [tracked for tracked in self._tracked if tracked.signature == signature]
-        # An optimizer that is garbage in a reference cycle still exists, so a number of them counts as gone, too.
+        # Garbage in a reference cycle still exists, so from MAX_ALIKE equal optimizers on the oldest is replaced, too.
         gone = [tracked for tracked in alike if tracked.optimizer() is None] or alike[: len(alike) // MAX_ALIKE]
         if gone:
             gone[0].optimizer, gone[0].sample = weakref.ref(optimizer), WeightSample(params)
@@ -362,7 +361,7 @@ class StepObserver:
         return name if reference is not None and reference() is param else ""
 
     def _trace(self, bad: list[Tensor], step: int, index: int, losses: list[Tensor]) -> None:
-        """Finds and reports the culprit of a step whose gradients or losses are not finite."""
+        """Finds and writes the culprit of a step whose gradients or losses are not finite."""
         if self.calls is None or self._since.culprit is not None:
             return
         loss_value = next((value for loss in losses for value in nonfinite_values(loss)), "")
