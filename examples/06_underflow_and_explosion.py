@@ -1,4 +1,4 @@
-"""Underflow and explosion together: gradients of an RNN in fp16 that underflow in backward and are too large for a step.
+"""Underflow and explosion together: gradients of an RNN that underflow in fp16 and are too large for a step.
 
 Without scaling the gradients round to zero and nothing is learned, with or without clipping. With scaling alone, a step
 is so large that every ReLU dies: the loss remains at 4, the variance of the target. With both the network learns.

@@ -103,7 +103,7 @@ def run(
             _finish(result, script[0], folder, quiet=quiet)
         except Exception as error:
             with suppress(OSError, ValueError):
-                _say(f"no verdict: {type(error).__name__}: {error}")
+                _print_line(f"no verdict: {type(error).__name__}: {error}")
     raise typer.Exit(result.exit_code)
 
 
@@ -115,7 +115,7 @@ def _finish(result: RunResult, script: str, folder: Path, *, quiet: bool) -> Non
         report = _add_verdict(result.path)
         lines = [report.verdict.text, *_last_lines(report), f"next: {_command('report', result.path, folder=folder)}"]
     for line in lines if not quiet else []:
-        _say(line)
+        _print_line(line)
 
 
 def _last_lines(report: Report) -> list[str]:
@@ -174,9 +174,9 @@ def report(
     else:
         _console().print(view.to_text(files))
     if output is not None:
-        _say(f"wrote {view.write_page(files, output)}")
+        _print_line(f"wrote {view.write_page(files, output)}")
     elif not as_json:
-        _say(f"with plots: {_command('report', *files)} -o page.html")
+        _print_line(f"with plots: {_command('report', *files)} -o page.html")
 
 
 @app.command(rich_help_panel=_LOOK)
@@ -223,7 +223,7 @@ def audit(
     _console().out(result.to_text(), highlight=False)
     if output is not None:
         result.write(output)
-        _say(f"wrote {output}")
+        _print_line(f"wrote {output}")
 
 
 def _call(function: str) -> tuple[Any, Any, Any]:
@@ -300,7 +300,7 @@ def _console() -> Console:
     return Console()
 
 
-def _say(line: object) -> None:
+def _print_line(line: object) -> None:
     """Prints one line to standard error; standard output is for the script or the result."""
     print(f"gradilocks: {clean(line)}", file=sys.stderr, flush=True)
 
@@ -327,7 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
         message = _message(error)
         if message is None:
             raise
-        _say(message)
+        _print_line(message)
         return 2 if isinstance(error, _UsageError) else 1
     return status if isinstance(status, int) else 0
 

@@ -190,7 +190,7 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_script(tmp_path):
     text = "import gradilocks.record\ngradilocks.record.Recorder.step = None\n" + TRAIN
     finished = run_recorded(text, cwd=tmp_path)
     assert finished.exit_code == 0
-    assert finished.err.startswith("gradilocks stopped recording (TypeError")
+    assert finished.err.startswith("gradilocks: recording stopped (TypeError")
     assert finished.err.count("\n") == 1
     assert len(finished.out.splitlines()) == 6
 

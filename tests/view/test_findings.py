@@ -414,7 +414,7 @@ def test_how_a_run_ended_is_said(fields: Any, severity: str | None, title: str |
 def test_a_run_that_is_not_closed_is_a_note() -> None:
     run = made.made_run(20)
     run.end, run.skipped_lines = None, 2
-    assert found(run)["not_closed"].text.startswith("It was killed, or it is still running.")
+    assert found(run)["not_closed"].text.startswith("It was killed or is still running.")
     assert found(run)["unreadable_lines"].title == "2 lines of the file could not be read"
     assert verdict(run).severity == "ok"
 

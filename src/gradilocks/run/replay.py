@@ -451,8 +451,7 @@ def _replay(call: Call, names: Mapping[nn.Module, str], harmless: set[int]) -> _
         examiner.add_leaves("buffer", ((f"{p}.{n}", b) for p, m in named for n, b in m.named_buffers(recurse=False)))
         for name, tensor in _named_inputs(call):
             examiner.add_leaves("data" if tensor.grad_fn is None else "computed", iter([(name, tensor)]))
-        received = [grad for _, grad in sorted(call.received.items())]
-        examiner.add_leaves("received", (("", grad) for grad in received))
+        examiner.add_leaves("received", (("", grad) for grad in _received(call)))
         add_call_observer(examiner.call)
         try:
             _set_random_state(call.random_state)
@@ -500,6 +499,7 @@ def _replay_call(replay: _Replay, examiner: Examiner, module: nn.Module) -> None
 
 
 def _received(call: Call) -> list[Tensor]:
+    """Gradients that the outputs received, in the order of the outputs."""
     return [grad for _, grad in sorted(call.received.items())]
 
 

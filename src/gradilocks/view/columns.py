@@ -99,10 +99,10 @@ class Columns:
 def columns(run: Run) -> list[Columns]:
     """The steps of each optimizer that stepped, in the order of their numbers."""
     stepped = [optimizer for optimizer in sorted(run.steps) if run.steps[optimizer]]
-    return [_columns(run, optimizer, has_others=len(stepped) > 1) for optimizer in stepped]
+    return [_columns(run, optimizer, is_one_of_several=len(stepped) > 1) for optimizer in stepped]
 
 
-def _columns(run: Run, optimizer: int, *, has_others: bool) -> Columns:
+def _columns(run: Run, optimizer: int, *, is_one_of_several: bool) -> Columns:
     by_step = run.steps[optimizer]
     numbers = sorted(by_step)
     steps = [by_step[number] for number in numbers]
@@ -119,7 +119,7 @@ def _columns(run: Run, optimizer: int, *, has_others: bool) -> Columns:
     is_missing = (norms == 0) & (zeros == 0)
     return Columns(
         optimizer=optimizer,
-        label=f"optimizer {optimizer} ({kind})" if has_others else kind,
+        label=f"optimizer {optimizer} ({kind})" if is_one_of_several else kind,
         info=info,
         step=np.array(numbers, dtype=np.int64),
         time=_floats(steps, "time"),

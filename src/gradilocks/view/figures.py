@@ -22,9 +22,9 @@ COLORS = ("#2a78d6", "#e0701a", "#1c9c78", "#b14a9a", "#a8830f", "#6a5acd", "#c0
 """One per curve; legible on white and on black."""
 CURVE_HEIGHT, MARKS_HEIGHT, ROW_HEIGHT = 190, 26, 15
 """Pixels of a panel with curves, of one line of marks, and of one row of a heat map."""
-MOST_CURVES = len(COLORS)
+MAX_CURVES = len(COLORS)
 NORM_AND_LIMIT = "Gradient norm (dotted: limit)"
-MOST_ROWS = 60
+MAX_ROWS = 60
 """Rows of a heat map; it shows the tensors with the largest values."""
 
 
@@ -105,9 +105,9 @@ def _stack(panels: list[Panel], *, has_legend: bool) -> go.Figure:
 
 
 def _curves(runs: Sequence[Run], names: Sequence[str]) -> list[Curve]:
-    """The optimizers with the most steps in each run, about `MOST_CURVES` in total but at least one per run."""
+    """The optimizers with the most steps in each run, about `MAX_CURVES` in total but at least one per run."""
     found: list[tuple[str, Columns]] = []
-    most = max(1, MOST_CURVES // max(1, len(runs)))
+    most = max(1, MAX_CURVES // max(1, len(runs)))
     for run, name in zip(runs, names, strict=True):
         all_steps = columns(run)
         longest = sorted(all_steps, key=lambda steps: -len(steps))[:most]
@@ -269,10 +269,10 @@ def _heat_panel(steps: Columns, caption: str, values: Floats) -> Panel | None:
     rows = np.flatnonzero(np.isfinite(values).any(axis=0))
     if len(rows) < 2 or len(values) < 2 or np.ptp(finite) == 0:
         return None
-    if len(rows) > MOST_ROWS:
-        largest = np.argsort(-np.nanmax(values[:, rows], axis=0), kind="stable")[:MOST_ROWS]
+    if len(rows) > MAX_ROWS:
+        largest = np.argsort(-np.nanmax(values[:, rows], axis=0), kind="stable")[:MAX_ROWS]
         rows = np.sort(rows[largest])
-        caption += f" ({MOST_ROWS} largest)"
+        caption += f" ({MAX_ROWS} largest)"
     every = -(-len(values) // 500)
     names = [html.escape(clean(steps.names[i])) for i in rows]
     short = [html.escape(shorten(clean(name), 18)) for name in _without_common_prefix([steps.names[i] for i in rows])]

@@ -26,7 +26,7 @@ Rows = NDArray[np.int64]
 Severity = Literal["problem", "warning", "note"]
 
 SKIP_ADVICE = "`gradilocks run --guard skip` or a GradientControl skips such steps."
-SETTLING = 50
+SCALE_SEARCH_STEPS = 50
 """Steps in which a dynamic scale may still be falling from its first value: from 2^16 to 1 takes 16 skips."""
 
 
@@ -62,7 +62,7 @@ class Verdict:
     severity: Literal["ok", "warning", "problem"]
 
 
-class _Shown:
+class _TemplateNumber:
     """A number in a template: `{x}` formats it by its name, `{x:step}` adds the noun."""
 
     def __init__(self, name: str, value: float) -> None:
@@ -90,7 +90,7 @@ def _finding(
     """Fills the templates with the values; the value `step` is the first affected step."""
     plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
     numbers = {name: value for name, value in plain.items() if not isinstance(value, str)}
-    shown = {**plain, **{name: _Shown(name, value) for name, value in numbers.items()}}
+    shown = {**plain, **{name: _TemplateNumber(name, value) for name, value in numbers.items()}}
     title, text = title.format_map(shown), text.format_map(shown)
     return Finding(rule, severity, title, text, numbers, step=numbers.get("step"), culprit=culprit)
 
@@ -102,7 +102,7 @@ class Case:
     run: Run
     steps: Columns
     summary: Summary
-    has_others: bool
+    is_one_of_several: bool
     """True if the run has several optimizers. One of them may raise the loss that another lowers, as in a GAN."""
 
     def step(self, row: int | np.int64) -> int:
@@ -116,7 +116,7 @@ def find(run: Run) -> list[Finding]:
     all_steps = columns(run)
     found: list[Finding] = []
     for steps in all_steps:
-        found += _search(Case(run, steps, summarize(run, steps), has_others=len(all_steps) > 1))
+        found += _search(Case(run, steps, summarize(run, steps), is_one_of_several=len(all_steps) > 1))
     found += _end_findings(run)
     order = {"problem": 0, "warning": 1, "note": 2}
     return sorted(found, key=lambda finding: order[finding.severity])
@@ -128,7 +128,7 @@ def _search(case: Case) -> list[Finding]:
         for rule in tier:
             finding = rule(case)
             if finding is not None:
-                title = f"{case.steps.label}: {finding.title}" if case.has_others else finding.title
+                title = f"{case.steps.label}: {finding.title}" if case.is_one_of_several else finding.title
                 found.append(replace(finding, rule=rule.__name__, title=title, optimizer=case.steps.optimizer))
         if any(finding.severity == "problem" for finding in found):
             break
@@ -180,9 +180,11 @@ def diverged(case: Case) -> Finding | None:
         # Some losses of such a model are small, so their mean counts.
         usual, level = abs(first), max(level, late_mean)
     norm_grew = median(norms[-tenth:]) >= 30 * median(norms[:early]) > 0 and _largest_update(steps) >= 0.05
-    is_problem = level >= (1e4 if case.has_others else 100) * usual > 0 and (norm_grew or is_replaced or ends_lost)
+    is_problem = level >= (1e4 if case.is_one_of_several else 100) * usual > 0 and (
+        norm_grew or is_replaced or ends_lost
+    )
     # With normalization layers nothing overflows when the weights are replaced, but nothing is learned.
-    stays_high = is_replaced and not case.has_others and 0 < first < min(final, float(np.median(losses[-5:])))
+    stays_high = is_replaced and not case.is_one_of_several and 0 < first < min(final, float(np.median(losses[-5:])))
     if not is_problem and not (stays_high and losses.max() >= 10 * first):
         return None
     row = int(rows[_rise(losses, 10 * usual)])
@@ -225,7 +227,7 @@ def _cause_of_rise(case: Case, row: int) -> tuple[str, dict[str, float]]:
     if new >= 2 * old > 0:
         cause = "The learning rate had just risen from {old_lr} to {new_lr}: lower its peak or lengthen the warm-up."
     elif row >= 10 and loss[row] >= 100 * before > 0 and before <= 3 * case.summary.first_loss:
-        cause = "In that step it rose from about {loss_before} to {loss_at_rise}: check its batch first, "
+        cause = "It rose in one step, from about {loss_before} to {loss_at_rise}: check the batch of that step first, "
         cause += f"then the learning rate{rate}. ClipByNorm or SkipSpikes limits the effect of one batch."
     else:
         cause = f"Lower the learning rate{rate} to a tenth, lengthen the warm-up, or clip the norm."
@@ -318,8 +320,8 @@ def skipped_steps(case: Case) -> Finding | None:
     rows = np.flatnonzero(steps.skipped & ~steps.rejected & ~steps.lost_loss)
     if not len(rows):
         return None
-    late = int((rows >= SETTLING).sum())
-    late_share = late / max(1, len(steps) - SETTLING) if late >= 3 else 0.0
+    late = int((rows >= SCALE_SEARCH_STEPS).sum())
+    late_share = late / max(1, len(steps) - SCALE_SEARCH_STEPS) if late >= 3 else 0.0
     longest = max(len(part) for part in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1))
     scale = steps.scale[rows[-1]]
     has_scale = bool((steps.scale[rows] > 1).any())
@@ -406,7 +408,7 @@ def no_gradient(case: Case) -> Finding | None:
     is_detailed = len(steps.detail) > 0 or np.isnan(steps.norm).all()
     if not has_norm and is_detailed and not (steps.nonfinite | steps.skipped).any():
         return _finding(
-            "warning" if case.has_others else "problem",
+            "warning" if case.is_one_of_several else "problem",
             "No parameter had a gradient in {steps:step}",
             "backward() was not called or did not reach these parameters. They may be detached, frozen, or of another "
             "model.",
@@ -558,7 +560,7 @@ def not_learning(case: Case) -> Finding | None:
     """
     steps = case.steps
     losses = steps.loss[steps.applied & np.isfinite(steps.loss)]
-    if len(losses) < 100 or case.has_others or losses.min() <= 0 <= losses.max() or _is_warming_up(steps):
+    if len(losses) < 100 or case.is_one_of_several or losses.min() <= 0 <= losses.max() or _is_warming_up(steps):
         return None
     x = np.arange(len(losses)) - (len(losses) - 1) / 2
     slope = np.dot(x, losses - losses.mean()) / np.dot(x, x)

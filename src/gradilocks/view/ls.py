@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from gradilocks.view.columns import to_float
 from gradilocks.view.report import STYLES
-from gradilocks.view.runfile import BadRunFile, Record
+from gradilocks.view.runfile import BadRunFile, Record, parse
 from gradilocks.view.text import clean, duration, number
 
 __all__ = ["Entry", "list_runs", "to_text"]
@@ -71,10 +70,10 @@ def _entry(path: Path) -> Entry | None:
     """Reads the first line and the last lines; None if the first one is not a header."""
     try:
         with path.open("rb") as file:
-            header = _parse(file.readline())
+            header = parse(file.readline())
             size = file.seek(0, 2)
             file.seek(max(0, size - TAIL))
-            tail = [record for record in map(_parse, file.read().split(b"\n")) if record is not None]
+            tail = [record for record in map(parse, file.read().split(b"\n")) if record is not None]
             modified = path.stat().st_mtime
     except OSError:
         return None
@@ -88,14 +87,6 @@ def _entry(path: Path) -> Entry | None:
     last = max(numbers) if numbers else (end or {}).get("steps")
     final_loss = to_float((end or {}).get("final_loss", final[0] if final else None))
     return Entry(path, header, end, last if isinstance(last, int) else None, final_loss, modified)
-
-
-def _parse(line: bytes) -> Record | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def to_text(entries: list[Entry]) -> RenderableType:

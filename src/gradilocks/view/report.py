@@ -24,7 +24,7 @@ from gradilocks.view.text import clean, number
 
 __all__ = ["Report", "to_json", "to_text", "write_page"]
 
-MOST_OPTIMIZERS = 8
+MAX_OPTIMIZERS = 8
 """Largest number of optimizers shown; those with the most steps are chosen."""
 STYLES = {"ok": "bold green", "problem": "bold red", "warning": "bold yellow", "note": "bold blue"}
 
@@ -50,7 +50,7 @@ class Report:
     @cached_property
     def optimizers(self) -> list[Columns]:
         """The optimizers with the most steps, in the order of their numbers."""
-        longest = sorted(columns(self.run), key=lambda steps: -len(steps))[:MOST_OPTIMIZERS]
+        longest = sorted(columns(self.run), key=lambda steps: -len(steps))[:MAX_OPTIMIZERS]
         return sorted(longest, key=lambda steps: steps.optimizer)
 
     def facts(self, steps: Columns) -> dict[str, str]:

@@ -129,10 +129,11 @@ def follow(path: Path, offset: int) -> tuple[list[Record | None], int]:
     except OSError as error:
         raise BadRunFile(f"{path}: {error.strerror or error}") from error
     end = data.rfind(b"\n") + 1
-    return [_parse(line) for line in data[:end].split(b"\n") if line.strip()], offset + end
+    return [parse(line) for line in data[:end].split(b"\n") if line.strip()], offset + end
 
 
-def _parse(line: bytes) -> Record | None:
+def parse(line: bytes) -> Record | None:
+    """The record of a line; None if it is not one."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -25,7 +25,7 @@ WIDTH = 40
 """Characters of a sparkline."""
 QUIET = 15.0
 """Seconds without a new line after which the view shows the time since the last one."""
-MOST_OPTIMIZERS = 3
+MAX_OPTIMIZERS = 3
 
 
 class Follower:
@@ -100,7 +100,7 @@ def _lines(run: Run) -> Iterator[RenderableType]:
         yield Text(shown, STYLES[result.severity])
     else:
         yield Text("no steps yet" if run.end is None else "no step was recorded")
-    for steps in sorted(all_steps, key=lambda steps: -len(steps))[:MOST_OPTIMIZERS]:
+    for steps in sorted(all_steps, key=lambda steps: -len(steps))[:MAX_OPTIMIZERS]:
         yield Text("")
         if len(all_steps) > 1:
             yield Text(steps.label, "bold")
