@@ -64,7 +64,7 @@ quick: lint types ## lint, types and the fast tests
 ranks: $(DEV) ## compare every layout over 2, 4 and 8 processes with one process
 	@$(PYTEST) -m ranks tests/ranks $(ARGS)
 
-long: $(DEV) ## run all cases of the tests of which `make test` runs some
+long: $(DEV) ## run all cases of the tests that `make test` runs in part
 	@$(PYTEST) -n $(WORKERS) -m long $(ARGS)
 
 lint: $(DEV) ## check rules and format with ruff

@@ -98,7 +98,7 @@ def run(
     folder = Path.cwd()  # The script may change it.
     result = run_script(["-m", *script] if is_module else script, options)
     if int(os.environ.get("RANK", 0)) == 0:
-        # The script may have closed its streams, filled the disk or replaced modules; its exit code is returned anyway.
+        # Errors in the summary must not change the exit code: the script may have closed its streams or filled the disk.
         try:
             _finish(result, script[0], folder, quiet=quiet)
         except Exception as error:

@@ -332,12 +332,12 @@ class StepObserver:
                 return entry
         params = parameters([optimizer])
         signature = type(optimizer), tuple(param.shape for param in params)
-        alike = [entry for entry in self._entries if entry.signature == signature]
+        equal = [entry for entry in self._entries if entry.signature == signature]
         # Garbage in a reference cycle still exists, so from MAX_ALIKE equal optimizers on the oldest is replaced, too.
-        gone = [entry for entry in alike if entry.optimizer() is None] or alike[: len(alike) // MAX_ALIKE]
-        if gone:
-            gone[0].optimizer, gone[0].sample = weakref.ref(optimizer), WeightSample(params)
-            return gone[0]
+        replaceable = [entry for entry in equal if entry.optimizer() is None] or equal[: len(equal) // MAX_ALIKE]
+        if replaceable:
+            replaceable[0].optimizer, replaceable[0].sample = weakref.ref(optimizer), WeightSample(params)
+            return replaceable[0]
         if not all(map(self._name, params)):
             self._find_names(params)
         names = [self._name(param) or f"param {i}" for i, param in enumerate(params)]
