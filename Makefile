@@ -1,6 +1,6 @@
-# Every target does its own set-up: an environment in .venv, made by the first Python found that is
-# new enough, with the versions in constraints.txt. It is installed again only when pyproject.toml,
-# setup.py, constraints.txt or a C++ source has changed.
+# Every target creates what it needs: an environment in .venv, from the first Python that is new enough,
+# with the versions in constraints.txt. It is installed again only when pyproject.toml, setup.py,
+# constraints.txt or a C++ source has changed.
 #
 #   make PYTHON=python3.12 test    choose the interpreter (when .venv does not exist yet)
 #   make test ARGS="-k clip"       pass more to pytest; the same for the other targets that run tests, demo and bench
@@ -50,42 +50,42 @@ $(shell test -x $(FRAMEWORKS)/bin/python || rm -f $(FRAMEWORKS_DEV))
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
-demo: $(RUNTIME) ## one GPT in fp16: too small, too large and the right scale; half a minute on a CPU
+demo: $(RUNTIME) ## train a GPT in fp16: no scale, one too large, a dynamic one; half a minute on a CPU
 	@$(BIN)/python -m gradilocks demo $(ARGS)
 
 # pytest comes last, so its closing line is the last line.
-test: lint types docs ## everything that must hold: lint, format, types, site, tests
+test: lint types docs ## run all checks: lint, format, types, site, tests
 	@$(PYTEST) -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-frameworks: $(DEV) $(FRAMEWORKS_DEV) ## all framework tests; fastai, timm, Ignite, torchtitan in an own environment
+test-frameworks: $(DEV) $(FRAMEWORKS_DEV) ## test all frameworks; fastai, timm, Ignite, torchtitan in an environment of their own
 	@$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not gpu' tests/integrations $(ARGS)
 	@OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/frameworks $(ARGS)
 
-quick: lint types ## while working: lint, types and the fast tests, under half a minute
+quick: lint types ## lint, types and the fast tests
 	@$(PYTEST) -n $(WORKERS) -q -m 'not gpu and not ranks and not long and not slow' $(QUICK) $(ARGS)
 
 # One worker: each test fills the cores with 2, 4 or 8 processes of its own.
-ranks: $(DEV) ## every layout over 2, 4 and 8 processes compared with one
+ranks: $(DEV) ## compare every layout over 2, 4 and 8 processes with one process
 	@$(PYTEST) -m ranks tests/ranks $(ARGS)
 
-long: $(DEV) ## the whole of what `make test` runs a part of
+long: $(DEV) ## run all cases of the tests that `make test` runs in part
 	@$(PYTEST) -n $(WORKERS) -m long $(ARGS)
 
-lint: $(DEV) ## ruff: rules and format, changing nothing
+lint: $(DEV) ## check rules and format with ruff
 	@$(BIN)/python -m ruff check
 	@$(BIN)/python -m ruff format --check
 
-format: $(DEV) ## ruff: apply the format and the safe fixes
+format: $(DEV) ## apply ruff's format and safe fixes
 	@$(BIN)/python -m ruff check --fix
 	@$(BIN)/python -m ruff format
 
-types: $(DEV) ## mypy, strict
+types: $(DEV) ## check types with mypy, strict
 	@$(BIN)/python -m mypy
 
-docs: $(DEV) ## the site, strict, in build/site
+docs: $(DEV) ## build the site in build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-bench: $(DEV) ## measure a step beside torch's own
+bench: $(DEV) ## measure a step of Gradilocks and of torch
 	@$(BIN)/python benchmarks/bench_step.py $(ARGS)
 
 clean: ## remove caches and build outputs; the C extension and the environments stay (rm -r .venv for new ones)

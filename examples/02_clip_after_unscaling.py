@@ -1,4 +1,4 @@
-"""Clipping after unscaling. Before unscaling, a limit of 1 is compared with a norm that carries the scale."""
+"""Clip after unscaling: before it, the limit of 1 is compared with a norm that is multiplied by the scale."""
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ def first_step(clip_before_unscaling: bool) -> float:
     if not clip_before_unscaling:
         scaler.unscale_(optimizer)
     norm = clip_grad_norm_(model.parameters(), MAX_NORM)
-    scaler.step(optimizer)  # Unscales only if unscale_ has not.
+    scaler.step(optimizer)  # Unscales unless unscale_ was called.
     scaler.update()
     used = torch.cat([param.grad.flatten() for param in model.parameters()]).norm().item()
     order = "before" if clip_before_unscaling else "after"

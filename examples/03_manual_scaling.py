@@ -1,4 +1,4 @@
-"""Manual loss scaling beside a control: the same numbers, and the ten lines that the control replaces."""
+"""Manual loss scaling compared with a control: the same numbers with fewer lines."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Underflow, shown and cured: a gradient of 6e-8 in fp16, and a training whose gradients round to zero."""
+"""Underflow in fp16 and its remedy: a gradient of 6e-8, and a training whose gradients round to zero."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ for row in explain(6e-8, scale=32768.0):
     if row.format.name == "fp16":
         print(f"6e-8 x {row.scale:g} = {row.value * row.scale:.3g}: {row.describe()}")
 fp16 = {row.scale: row for row in explain(6e-8, scale=32768.0) if row.format.name == "fp16"}
-assert fp16[1.0].significant_bits == 1  # Not lost, but one bit is left of eleven.
+assert fp16[1.0].significant_bits == 1  # Subnormal: 1 of 11 significant bits.
 assert fp16[32768.0].significant_bits == 11
 assert f"{fp16[32768.0].stored:.2e}" == "1.97e-03"
 
@@ -27,7 +27,7 @@ def train(scale: object) -> tuple[float, float]:
         control.zero_grad()
         with emulate("fp16"):  # Rounds the matrix products as a tensor core does, on any device.
             loss = nn.functional.mse_loss(model(inputs), targets)
-        control.backward(loss * 1e-7)  # As a large global batch divides it.
+        control.backward(loss * 1e-7)  # A large global batch divides the loss like this.
         weights = [param.grad for param in model.parameters() if param.dim() == 2]
         zeros.append(sum((grad == 0).sum().item() for grad in weights) / sum(grad.numel() for grad in weights))
         control.step()

@@ -1,7 +1,7 @@
-"""Both together: a recurrent network in fp16 whose gradients underflow in backward and are too large for a step.
+"""Underflow and explosion together: gradients of an RNN that underflow in fp16 and are too large for a step.
 
-Without scaling the gradients round to zero and nothing is learned, clipped or not. With scaling alone, a step is so
-large that every ReLU dies: the loss stays at 4, the variance of the target. Scaling and clipping together train it.
+Without scaling the gradients round to zero and nothing is learned, with or without clipping. With scaling alone, a step
+is so large that every ReLU dies: the loss remains at 4, the variance of the target. With both the network learns.
 """
 
 import torch
@@ -13,20 +13,20 @@ from gradilocks import GradientControl, emulate
 class RNN(nn.Module):
     def __init__(self, width: int = 16, gain: float = 1.3) -> None:
         super().__init__()
-        self.enter = nn.Linear(4, width)
-        self.recur = nn.Linear(width, width, bias=False)
-        self.leave = nn.Linear(width, 1)
-        nn.init.orthogonal_(self.recur.weight, gain=gain)
+        self.encoder = nn.Linear(4, width)
+        self.recurrent = nn.Linear(width, width, bias=False)
+        self.head = nn.Linear(width, 1)
+        nn.init.orthogonal_(self.recurrent.weight, gain=gain)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        state = torch.relu(self.enter(x))
+        state = torch.relu(self.encoder(x))
         for _ in range(12):
-            state = torch.relu(self.recur(state))
-        return self.leave(state)
+            state = torch.relu(self.recurrent(state))
+        return self.head(state)
 
 
 def train(scale: object, clip: float | None) -> float:
-    """Returns the mean loss of the last ten steps."""
+    """Trains for 120 steps and returns the mean loss of the last ten."""
     torch.manual_seed(0)
     model = RNN()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
@@ -37,10 +37,10 @@ def train(scale: object, clip: float | None) -> float:
         control.zero_grad()
         with emulate("fp16"):
             loss = nn.functional.mse_loss(model(x), x.sum(dim=1, keepdim=True))
-        control.backward(loss * 1e-9)  # As a large global batch divides it ...
+        control.backward(loss * 1e-9)  # A large global batch divides the loss ...
         control.unscale_()
         for param in model.parameters():
-            param.grad *= 1e9  # ... and the sum over its parts multiplies it again.
+            param.grad *= 1e9  # ... and sums as many gradients.
         control.step()
         losses.append(loss.item())
     return sum(losses[-10:]) / 10

@@ -1,4 +1,4 @@
-"""Resume: a training that is interrupted and continued equals one that is not, bit for bit."""
+"""Resume: an interrupted and resumed training ends with bit for bit the same parameters."""
 
 import tempfile
 from pathlib import Path
@@ -17,7 +17,7 @@ class Training:
         self.model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
-        # A scale that overflows at first, and a policy with memory: both must survive.
+        # Scale and clip policy have state: the checkpoint must restore both.
         self.control = GradientControl(optimizer, model=self.model, scale="dynamic", clip=QuantileClip(0.5))
         self.schedule = self.control.scheduler(schedule)
         self.parts = {"model": self.model, "optimizer": optimizer, "control": self.control, "schedule": self.schedule}

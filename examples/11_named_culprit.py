@@ -1,6 +1,6 @@
-"""A training script with a fault, for `gradilocks run examples/11_named_culprit.py`: it names the operation.
+"""A training script with a fault. `gradilocks run examples/11_named_culprit.py` names the operation.
 
-The fault: an empty sample makes a vector zero, and the gradient of sqrt at zero is infinite. The loss is finite.
+The fault: an empty sample gives a zero vector, and the derivative of sqrt at zero is infinite. The loss is finite.
 """
 
 import torch
@@ -12,7 +12,7 @@ torch.manual_seed(0)
 class Normalize(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         length = x.square().sum(dim=-1, keepdim=True).sqrt()
-        return x / (length + 1e-6)  # The value at zero is fine; the gradient of sqrt(0) is not.
+        return x / (length + 1e-6)  # Finite at zero, but the derivative of sqrt at zero is not.
 
 
 class Classifier(nn.Module):

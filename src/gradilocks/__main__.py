@@ -1,4 +1,4 @@
-"""`python -m gradilocks`, and the entry point of the `gradilocks` command."""
+"""Entry point of `python -m gradilocks` and of the `gradilocks` command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> int:
         print("gradilocks: typer is not installed: pip install 'gradilocks[cli]'", file=sys.stderr)
         return 1
     status = run_command()
-    if status == 130:  # Die of SIGINT as Python does: a shell's loop goes on after a mere exit status of 130.
+    if status == 130:  # End by SIGINT, as Python does: an exit status of 130 alone would not stop a shell's loop.
         sys.excepthook = lambda *error: None
         raise KeyboardInterrupt
     return status

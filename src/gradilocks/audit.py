@@ -1,8 +1,8 @@
-"""Histograms of a model's gradients, and what each number format would lose of them.
+"""Histograms of a model's gradients, and the share of them that each number format would lose.
 
-Every gradient of a parameter or of a module's output is counted by its exponent. A format holds the gradients if at one
-loss scale no module loses much to underflow or overflow. Zeros are not counted as losses: ReLU, dropout and masks make
-them in every format. Precision is not examined; it is a property of the format alone.
+Gradients of parameters and of module outputs are counted by exponent. A format holds the gradients if one loss scale
+keeps the underflow of every module below a threshold and avoids overflow. Zero gradients are not losses: ReLU, dropout
+and masks make them in every format. Rounding of the mantissa is not examined.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from gradilocks.view.text import clean, count, number, percent, scale_text, some
 __all__ = ["Audit", "FormatResult", "GradientCounter", "Histogram", "ModuleGradients", "audit"]
 
 HEADROOM = 4
-"""Doublings between the largest gradient times the scale and the largest number of a format. A few batches do not show
-the largest gradient of a run."""
+"""Doublings left between the largest scaled gradient and the largest number of a format: a few batches do not show the
+largest gradient of a run."""
 MAX_LOST_SUM = 0.01
-"""Share of the sum of a module's gradient magnitudes that a format may lose. (A character GPT in emulated fp16, 150
-steps: a module that loses 0.03% leaves the final loss as in float32; 4% makes it 0.4% worse, 25% 2%, 70% 26%.)"""
+"""Share of the sum of a module's gradient magnitudes that a format may lose. (Character GPT in emulated fp16,
+150 steps: with 0.03% lost the final loss is that of float32; with 4% it is 0.4% higher, with 25% 2%, with 70% 26%.)"""
 MAX_LOST_PARAMETERS = 0.05
 """Share of the non-zero gradients of a module's parameters that a format may round to zero."""
 MIN_SCALE, MAX_SCALE = 2.0**-24, 2.0**32
 """The range of a `DynamicScale`."""
 
 _NONFINITE, _LARGEST, _CELLS = 2048, 2049, 2050
-"""Cells of a row of counts: 0 for zeros, up to 2047 for exponents, NaN and Inf, the bits of the largest magnitude."""
+"""Cells of a row of counts: 0: zeros; 1 to 2047: exponents; 2048: NaN and Inf; 2049: bits of the largest magnitude."""
 _INF_BITS = 0x7FF << 52
 _CHUNK = 1 << 22
-"""Values that are counted at a time, which takes about 30 bytes of memory each."""
+"""Values counted at a time; each takes about 30 bytes of memory."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Histogram:
         return self._share(format, scale, lambda exponent: 1.0)
 
     def lost_sum(self, format: Format, scale: float) -> float:
-        """Share of the sum of magnitudes that becomes zero, with each value taken as 0.75 · 2^e."""
+        """Share of the sum of magnitudes that becomes zero, where a value of bin e counts as 0.75 · 2^e."""
         top = max(self.bins, default=0)
         return self._share(format, scale, lambda exponent: 2.0 ** max(exponent - top, -1000))
 
@@ -84,7 +84,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class ModuleGradients:
-    """What was counted in one module."""
+    """Gradient counts of one module."""
 
     name: str
     kind: str
@@ -94,7 +94,7 @@ class ModuleGradients:
     outputs: Histogram
     """Gradients of the module's outputs."""
     largest_output: float
-    """Largest finite magnitude in the forward pass; a loss scale does not help if it is too large for a format."""
+    """Largest finite magnitude of an output in the forward pass, which no loss scale changes."""
 
     @property
     def largest(self) -> float:
@@ -109,11 +109,11 @@ class ModuleGradients:
 
 @dataclass(frozen=True)
 class FormatResult:
-    """What a format does to the gradients."""
+    """Loss scale and underflow of the gradients in one format."""
 
     format: Format
     scale: float
-    """The largest power of two that leaves HEADROOM doublings; 1 for formats with the range of float32."""
+    """Largest power of two from 2^-24 to 2^32 that leaves HEADROOM doublings; 1 for formats with float32's range."""
     underflow: float
     """Share of all non-zero gradients that become zero at `scale`."""
     underflow_unscaled: float
@@ -129,7 +129,7 @@ class FormatResult:
 
 @dataclass(frozen=True)
 class Audit:
-    """The gradients of a model by module, and a result for each format. `print(audit)` shows both."""
+    """Gradient counts of each module and a result for each format. `print(audit)` shows both."""
 
     batches: int
     modules: tuple[ModuleGradients, ...]
@@ -138,7 +138,7 @@ class Audit:
 
     @property
     def recommended(self) -> FormatResult | None:
-        """fp16 if it holds the gradients, else bf16 if it does; None for float32, or if gradients are zero or NaN."""
+        """fp16 or else bf16, if it holds the gradients; None to train in float32, or if gradients are zero or NaN."""
         if any(m.nonfinite for m in self.modules) or not any(m.largest for m in self.modules):
             return None
         by_name = {result.format.name: result for result in self.formats if result.holds}
@@ -154,11 +154,11 @@ class Audit:
         results = {result.format.name: result for result in self.formats}
         best = self.recommended
         if best is None:
-            return f"Train in fp32: the gradients do not fit into {' or '.join(results)}."
+            return f"Train in fp32: the gradients do not fit {' or '.join(results)}."
         if best.format.name == "fp16":
             return (
-                f"fp16 holds the gradients with a loss scale of {scale_text(best.scale)}. bf16 needs no loss scale and "
-                "is simpler where the hardware has it; it has 8 significant bits, fp16 has 11."
+                f"fp16 holds the gradients with a loss scale of {scale_text(best.scale)}. bf16 needs no loss scale, "
+                "but has 8 significant bits where fp16 has 11."
             )
         text = "Train in bf16, without a loss scale."
         if "fp16" in results:
@@ -236,22 +236,22 @@ def audit(
     formats: Iterable[str | torch.dtype] = ("fp16", "bf16", "fp8_e5m2", "fp8_e4m3"),
     label: str = "",
 ) -> Audit:
-    """Counts a model's gradients on a few batches and finds the format and the loss scale that hold them.
+    """Counts a model's gradients on a few batches and finds the formats and loss scales that hold them.
 
-    Nothing is trained: parameters, gradients, buffers and torch's random numbers are the same afterwards.
+    Nothing is trained: parameters, gradients, buffers and torch's random state are unchanged afterwards.
 
     Args:
-        model: on any device, in float32 or bfloat16, as it is trained. A compiled model runs uncompiled.
-        loss_fn: takes the model and a batch, returns the unscaled loss. If training divides the loss by a number of
+        model: on any device, in float32 or bfloat16, in training mode. A compiled model runs uncompiled.
+        loss_fn: takes the model and a batch, returns the unscaled loss. If training divides the loss by the number of
             micro-batches, divide it here, too.
-        batches: arguments for `loss_fn`. Ten are enough.
-        steps: number of batches to take; None for all.
-        formats: those to examine.
+        batches: arguments for `loss_fn`; ten are usually enough.
+        steps: largest number of batches; None for all.
+        formats: the formats to examine.
         label: a name for the audit.
 
     Raises:
         NoGradients: the loss does not depend on the parameters.
-        GradilocksError: `loss_fn` changed a parameter, or its gradients are float16 or emulated and have lost values
+        GradilocksError: `loss_fn` changed a parameter, or the gradients are float16 or emulated and have underflowed
             already.
 
     Example:
@@ -305,7 +305,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 class GradientCounter:
     """Counts the gradients of a model in hooks, from `attach` to `detach`.
 
-    Hooks on tensors are used, because torch's module hooks for backward do not work before modules that write in place.
+    It uses tensor hooks: torch's backward hooks of modules fail if the next module writes in place.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -355,7 +355,7 @@ class GradientCounter:
             for module, name in self._names.items()
         )
         if not any(row.any() for row in self._parameters.values()):
-            raise NoGradients("no parameter of the model has a gradient. Does loss_fn use the model that it is given?")
+            raise NoGradients("no parameter of the model has a gradient. loss_fn must use the model that it gets.")
         return Audit(batches, modules, tuple(_examine(format, modules) for format in formats), label)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -393,8 +393,8 @@ def _add(row: Tensor, grad: Tensor) -> None:
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     values = values.cpu() if values.device.type == "mps" else values  # It has no float64.
     for chunk in torch.split(values.flatten(), _CHUNK):
-        # As integers, the bits of positive numbers are in the order of the numbers. One less moves a power of two into
-        # the cell below, so that each cell ends with the power of two that a format may round to zero.
+        # The bits of positive floats, read as integers, have the order of the floats. Subtracting 1 moves each power of
+        # two to the cell below, so that a cell includes its upper bound: a format rounds powers of two to zero, too.
         bits = chunk.double().abs().view(torch.int64)
         cells = torch.where(bits < _INF_BITS, ((bits - 1) >> 52) + 1, _NONFINITE)
         row[:_LARGEST] += torch.bincount(cells, minlength=_LARGEST).cpu()
@@ -452,7 +452,7 @@ def _failure(module: ModuleGradients, format: Format, scale: float) -> str:
             return f"{percent(lost)} of the sum of its {kind} gradients underflows at a scale of {scale_text(scale)}"
     lost = module.parameters.underflow(format, scale)
     if lost > MAX_LOST_PARAMETERS:
-        return f"{percent(lost)} of its parameter gradients underflow at a scale of {scale_text(scale)}"
+        return f"{percent(lost)} of its non-zero parameter gradients underflow at a scale of {scale_text(scale)}"
     return ""
 
 

@@ -1,7 +1,7 @@
-"""The `gradilocks` command: its options, messages and exit status.
+"""The `gradilocks` command.
 
-The status is 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C; `gradilocks run` exits as the script does. What each
-command needs is imported when it runs: a script may set environment variables before it imports torch.
+Exit status: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C; `gradilocks run` returns the exit status of the
+script. Each command imports its modules when it runs: a script may set environment variables before it imports torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RunFiles = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Run fil
 def gradilocks(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Gradient magnitude control for PyTorch: see what loss scaling, clipping and skipping do in a training."""
+    """Gradient magnitude control for PyTorch: record a training, find the origin of a NaN, choose a number format."""
     if version:
         from gradilocks import __version__
 
@@ -65,28 +65,28 @@ def run(
         typer.Option("-o", "--output", metavar="FILE", help="Run file; by default runs/SCRIPT-DATE-TIME.jsonl."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE.")] = False,
-    append: Annotated[bool, typer.Option("--append", help="Continue FILE, for a training that resumes.")] = False,
+    append: Annotated[bool, typer.Option("--append", help="Append to FILE when a training resumes.")] = False,
     guard: Annotated[
         Literal["skip", "stop"] | None,
         typer.Option(help="On NaN or Inf gradients, skip the step or stop the script."),
     ] = None,
     no_trace: Annotated[
         bool,
-        typer.Option("--no-trace", help="Do not search the origin of NaN and Inf, which costs one GPU sync per step."),
+        typer.Option("--no-trace", help="Do not search for the origin of NaN and Inf; keep no module inputs."),
     ] = False,
     detail_every: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Record the norms of each tensor every N steps; 0 for never.")
+        int, typer.Option(metavar="N", min=0, help="Record numbers of each tensor every N steps; 0 for never.")
     ] = 10,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print no summary.")] = False,
 ) -> None:
     """Run an unmodified training script and record its optimizer steps.
 
-    Options of gradilocks come before the script; everything after it belongs to the script.
+    Options of gradilocks come before SCRIPT; all arguments after it are passed to the script.
     """
     from gradilocks.run import Options, run_script
 
     if overwrite and append:
-        raise typer.BadParameter("--overwrite and --append exclude each other.")
+        raise typer.BadParameter("--overwrite and --append cannot be combined.")
     options = Options(
         output=output,
         overwrite=overwrite,
@@ -98,24 +98,24 @@ def run(
     folder = Path.cwd()  # The script may change it.
     result = run_script(["-m", *script] if is_module else script, options)
     if int(os.environ.get("RANK", 0)) == 0:
-        # A script may close its streams, fill the disk or replace modules; its exit code stands.
+        # Errors in the summary must not change the exit code: the script may have closed its streams or filled the disk.
         try:
             _finish(result, script[0], folder, quiet=quiet)
         except Exception as error:
             with suppress(OSError, ValueError):
-                _say(f"no verdict: {type(error).__name__}: {error}")
+                _print_line(f"no verdict: {type(error).__name__}: {error}")
     raise typer.Exit(result.exit_code)
 
 
 def _finish(result: RunResult, script: str, folder: Path, *, quiet: bool) -> None:
-    """Writes the verdict into the run file and prints the last lines of `gradilocks run`."""
+    """Appends the verdict to the run file and prints the summary of `gradilocks run`."""
     if result.path is None:
         lines = [f"{script} took no optimizer step; nothing was recorded"]
     else:
         report = _add_verdict(result.path)
         lines = [report.verdict.text, *_last_lines(report), f"next: {_command('report', result.path, folder=folder)}"]
     for line in lines if not quiet else []:
-        _say(line)
+        _print_line(line)
 
 
 def _last_lines(report: Report) -> list[str]:
@@ -136,7 +136,7 @@ def _last_lines(report: Report) -> list[str]:
 
 
 def _add_verdict(path: Path) -> Report:
-    """Appends the end line once more, with the verdict: `gradilocks ls` shows it without reading the run."""
+    """Appends the end line again, with the verdict, so that `gradilocks ls` need not read the whole file."""
     from gradilocks.view.report import Report
     from gradilocks.view.runfile import read
 
@@ -160,11 +160,11 @@ def _add_verdict(path: Path) -> Report:
 def report(
     files: RunFiles,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="PAGE", help="Write an HTML page, with plots.")
+        Path | None, typer.Option("-o", "--output", metavar="PAGE", help="Also write an HTML page with plots.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the verdict, the findings and the main numbers of one or several runs."""
+    """Show the verdict, the findings and the main numbers of one run, or compare several."""
     from gradilocks.view import report as view
 
     if output is not None and output.suffix not in (".html", ".htm"):
@@ -174,15 +174,15 @@ def report(
     else:
         _console().print(view.to_text(files))
     if output is not None:
-        _say(f"wrote {view.write_page(files, output)}")
+        _print_line(f"wrote {view.write_page(files, output)}")
     elif not as_json:
-        _say(f"with plots: {_command('report', *files)} -o page.html")
+        _print_line(f"with plots: {_command('report', *files)} -o page.html")
 
 
 @app.command(rich_help_panel=_LOOK)
 def watch(
-    file: Annotated[Path, typer.Argument(help="Run file; if there is none yet it is waited for.", show_default=False)],
-    once: Annotated[bool, typer.Option("--once", help="Print the present state and exit.")] = False,
+    file: Annotated[Path, typer.Argument(help="Run file; need not exist yet.", show_default=False)],
+    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
 ) -> None:
     """Follow a run while it is recorded."""
     from gradilocks.view.watch import watch as view
@@ -192,7 +192,7 @@ def watch(
 
 @app.command(rich_help_panel=_LOOK)
 def ls(folder: Annotated[Path, typer.Argument(help="Folder with run files.")] = Path("runs")) -> None:
-    """List the runs of a folder with their verdicts."""
+    """List the runs and audits in a folder with their verdicts."""
     from gradilocks.view.ls import list_runs, to_text
 
     _console().print(to_text(list_runs(folder)))
@@ -204,17 +204,17 @@ def ls(folder: Annotated[Path, typer.Argument(help="Folder with run files.")] = 
 @app.command(rich_help_panel=_UNDERSTAND)
 def audit(
     function: Annotated[
-        str, typer.Argument(metavar="FILE.py:FUNCTION", help="Function that returns what to audit.", show_default=False)
+        str, typer.Argument(metavar="FILE.py:FUNCTION", help="Function to call; see above.", show_default=False)
     ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the histograms to a new file, as JSON.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Also write the audit to a new file, as JSON.")
     ] = None,
-    batches: Annotated[int, typer.Option(metavar="N", min=1, help="Number of batches to take.")] = 10,
+    batches: Annotated[int, typer.Option(metavar="N", min=1, help="Largest number of batches.")] = 10,
 ) -> None:
-    """Show which number format and which loss scale hold a model's gradients.
+    """Show which number formats can hold a model's gradients, and with which loss scale.
 
-    FUNCTION takes no argument and returns the first three arguments of gradilocks.audit: the model, a function of the
-    model and a batch that returns the loss, and the batches. Nothing is trained.
+    FUNCTION takes no arguments and returns a tuple (model, loss_fn, batches); loss_fn(model, batch) returns the loss.
+    Nothing is trained.
     """
     arguments = _call(function)
     from gradilocks.audit import audit as audit_model
@@ -223,11 +223,11 @@ def audit(
     _console().out(result.to_text(), highlight=False)
     if output is not None:
         result.write(output)
-        _say(f"wrote {output}")
+        _print_line(f"wrote {output}")
 
 
 def _call(function: str) -> tuple[Any, Any, Any]:
-    """Imports a file and calls a function of it."""
+    """Imports a Python file and calls one of its functions."""
     file, _, name = function.rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     if not Path(file).is_file() or spec is None or spec.loader is None:
@@ -248,7 +248,7 @@ def explain(
     value: Annotated[float, typer.Argument(metavar="NUMBER", help="A number such as 6e-8.", show_default=False)],
     scale: Annotated[float | None, typer.Option(help="A loss scale to multiply the number by.")] = None,
 ) -> None:
-    """Show what a number becomes in each format: fp32, bf16, fp16 and fp8."""
+    """Show how a number is stored in fp32, bf16, fp16 and fp8."""
     from gradilocks.explain import explain as rows
     from gradilocks.explain import to_text
 
@@ -262,13 +262,13 @@ def explain(
 @app.command(rich_help_panel=_UNDERSTAND)
 def demo(
     folder: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where run files and the page are written.")
+        Path, typer.Option("-o", "--output", metavar="FOLDER", help="Folder for the run files and the page.")
     ] = Path("gradilocks-demo"),
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of each training.")] = 200,
 ) -> None:
-    """Train a small GPT in fp16 three times, with too small, too large and the right loss scale.
+    """Train a small GPT in fp16 three times: no loss scale, a scale that is too large, a dynamic scale.
 
-    Takes about 20 seconds on a CPU. Files of an earlier demo in the folder are replaced.
+    Takes about half a minute on a CPU. Files of an earlier demo in FOLDER are replaced.
     """
     from gradilocks.demo import TRAININGS, train
     from gradilocks.view.report import STYLES, write_page
@@ -291,7 +291,7 @@ def demo(
 
 
 def _console() -> Console:
-    """A console for standard output, which replaces characters that its encoding does not have."""
+    """A console for standard output. Characters that the encoding does not have are escaped."""
     from rich.console import Console
 
     reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
@@ -300,13 +300,13 @@ def _console() -> Console:
     return Console()
 
 
-def _say(line: object) -> None:
-    """Prints one line to standard error; standard output belongs to the script or the result."""
+def _print_line(line: object) -> None:
+    """Prints one line to standard error; standard output is for the script or the result."""
     print(f"gradilocks: {clean(line)}", file=sys.stderr, flush=True)
 
 
 def _command(name: str, *files: Path, folder: Path | None = None) -> str:
-    """A command as it can be typed in a folder, by default the working directory."""
+    """A command line for a shell in `folder`, by default the working directory."""
     start = folder or Path.cwd()
     paths = [path.relative_to(start) if path.is_relative_to(start) else path for path in files]
     return shlex.join(["gradilocks", name, *map(str, paths)])
@@ -316,7 +316,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns its exit status.
 
     Args:
-        arguments: those of the process if None.
+        arguments: command-line arguments; those of the process if None.
     """
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
@@ -327,13 +327,13 @@ def main(arguments: list[str] | None = None) -> int:
         message = _message(error)
         if message is None:
             raise
-        _say(message)
+        _print_line(message)
         return 2 if isinstance(error, _UsageError) else 1
     return status if isinstance(status, int) else 0
 
 
 def _message(error: Exception) -> str | None:
-    """The line that is printed for an error; None for one that is a defect of this package."""
+    """The line to print for an error; None for an unexpected one, which keeps its traceback."""
     if isinstance(error, _UsageError):
         return f"{error.format_message().rstrip('.')}. See gradilocks --help."
     if isinstance(error, OSError):

@@ -1,9 +1,9 @@
-"""`gradilocks demo`: one small GPT trained three times in fp16, with too small, too large and the right loss scale.
+"""`gradilocks demo`: a small GPT trained three times in fp16: without a scale, with one too large, with a dynamic one.
 
-Matrix products are computed in fp32 between operands and results rounded to fp16, as tensor cores do: on most CPUs real
-fp16 arithmetic is hundreds of times slower. One micro-batch stands for a global batch of 4 million tokens: its loss is
-divided by 4,096 before backward, and the gradients are multiplied by 4,096 in fp32 afterwards, in place of adding up
-4,096 equal ones. What fp16 rounds to zero in between stays zero.
+Matrix products round their inputs and results to fp16 and compute in fp32, as tensor cores do; real fp16 arithmetic is
+hundreds of times slower on most CPUs. One micro-batch represents a global batch of 4 million tokens: its loss is
+divided by 4,096 before backward, and the gradients are multiplied by 4,096 in fp32 afterwards, which equals the sum of
+4,096 identical micro-batches. Gradients that fp16 rounds to zero in between stay zero.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["TRAININGS", "Training", "train"]
 ACCUMULATION = 4096
 """Micro-batches in a global batch."""
 ROWS, LENGTH = 16, 64
-"""Windows of a micro-batch, and characters of a window."""
+"""Sequences per micro-batch and characters per sequence."""
 STEPS = 200
 
 
@@ -57,7 +57,7 @@ def train(
 ) -> Path:
     """Trains the GPT and returns the run file. An existing file is replaced.
 
-    The result depends on the training and on Python's version, whose documentation is the text.
+    The text is Python's documentation, so the result depends on the version of Python.
 
     Args:
         training: one of `TRAININGS`.
@@ -78,7 +78,7 @@ def train(
         optimizer, model=model, scale=training.scale, clip=1.0, give_up_after=None, record=recorder
     )
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # The tensors are small, and sums then do not depend on the number of cores.
+    torch.set_num_threads(1)  # The tensors are small, and sums must not depend on the number of cores.
     status = "KeyboardInterrupt"
     try:
         for step in range(1, steps + 1):
@@ -100,17 +100,17 @@ def train(
 
 
 def _divide_gradient(loss: Tensor, divisor: int) -> None:
-    """Divides the gradient of the loss, so that the run file has the loss of the whole batch."""
+    """Divides the gradient of the loss; the loss itself, which the run file records, is not divided."""
     register: Any = loss.register_hook
     register(lambda grad: grad / divisor)
 
 
 @cache
 def load_text() -> tuple[Tensor, int]:
-    """Python's own documentation, as `help("topics")` shows it: the characters as numbers, and how many differ.
+    """Python's documentation of `help("topics")`: the character codes and the size of the vocabulary.
 
     Raises:
-        GradilocksError: this Python was installed without it.
+        GradilocksError: this Python has no pydoc_data.topics.
     """
     try:
         from pydoc_data.topics import topics
@@ -127,7 +127,7 @@ def load_text() -> tuple[Tensor, int]:
 
 
 class _RoundToHalf(torch.autograd.Function):
-    """Rounds a tensor to fp16 and keeps it as float32; so is its gradient."""
+    """Rounds a tensor and its gradient to fp16; both remain float32 tensors."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class _RoundToHalf(torch.autograd.Function):
 
 
 def round_to_half(tensor: Tensor) -> Tensor:
-    """A tensor with the values that fp16 storage would leave, forward and backward."""
+    """Rounds a float32 tensor to fp16 values, and its gradient in backward."""
     rounded: Any = _RoundToHalf.apply
     result: Tensor = rounded(tensor)
     return result
@@ -153,7 +153,7 @@ class HalfLinear(nn.Linear):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a perceptron, each added to its input."""
+    """Causal self-attention and an MLP, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

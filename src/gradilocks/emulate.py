@@ -1,6 +1,6 @@
-"""Training in a number format that the machine need not have: matrix products with rounded inputs and outputs.
+"""Emulation of low-precision training on any device: matrix products with rounded inputs and outputs.
 
-Inputs and outputs of matrix products are rounded to the format and stay float32 tensors; sums are accumulated in
+Inputs and outputs of matrix products are rounded to the format but remain float32 tensors; sums are accumulated in
 float32, as in a tensor core. Everything else (normalization, softmax, losses, parameters, the optimizer) is float32, as
 under `torch.autocast`.
 """
@@ -33,16 +33,16 @@ def emulate(
 ) -> Iterator[None]:
     """Rounds inputs and outputs of matrix products to a format, in forward and backward, on any device.
 
-    A context manager and decorator for the forward pass. Products are linear layers, matmul and its variants, einsum,
-    convolutions and scaled dot product attention of float32 tensors. Their gradients are rounded wherever `backward()`
-    is called; with activation checkpointing call it inside the context, so that the recomputation is rounded, too.
-    The same holds for the backward of your own `autograd.Function`. Compiled models run uncompiled. Only the calling
+    A context manager and decorator for the forward pass. Matrix products are linear layers, matmul and its variants,
+    einsum, convolutions and scaled dot product attention of float32 tensors. Their gradients are rounded even if
+    `backward()` is called outside the context. Call it inside with activation checkpointing or an `autograd.Function`
+    of your own, so that the products in backward are rounded, too. Compiled models run uncompiled. Only the calling
     thread is affected.
 
     Args:
-        format: "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp32", or torch's dtype. No format has a scale per tensor.
+        format: "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp32", or torch's dtype. Tensors have no scales of their own.
         backward: format of the gradients; None for the same.
-        keep: modules that stay in float32.
+        keep: modules that are computed in float32.
 
     Raises:
         GradilocksError: on recurrent layers, sparse, nested or half-precision tensors and in-place products, under
@@ -78,7 +78,7 @@ def emulated_format() -> Format | None:
 def run_eagerly() -> contextlib.AbstractContextManager[Any]:
     """A context in which compiled functions run uncompiled.
 
-    Without torch's compiler in memory nothing is compiled, and loading it takes three seconds.
+    Does nothing if torch's compiler is not imported yet: nothing is compiled then, and its import takes three seconds.
     """
     if "torch._dynamo" in sys.modules:
         stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -103,7 +103,7 @@ class _Emulation(TorchFunctionMode):
         super().__init__()
         self.forward, self.backward = forward, backward
         self._paused = 0
-        """Number of calls of kept modules that are running, one inside the other."""
+        """Number of nested calls of `keep` modules in progress."""
 
     def pause(self, *_: object) -> None:
         self._paused += 1
@@ -156,7 +156,7 @@ _active = _Active()
 
 
 def _product(mode: _Emulation, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """A product of rounded inputs, rounded."""
+    """The rounded product of rounded inputs."""
     if kwargs.get("out") is not None:
         raise GradilocksError(f"{func.__name__}(out=) is not supported under emulate(). Use the returned tensor.")
     return mode.round(func(*_rounded(mode, args), **{name: _rounded(mode, value) for name, value in kwargs.items()}))
@@ -186,8 +186,8 @@ def _attention(
 ) -> Tensor:
     """Attention with the roundings of a fused kernel.
 
-    Scores stay float32 up to the softmax. The weights, which enter a second product, and the gradient of the scores,
-    which enters two, are rounded.
+    Scores are float32 up to the softmax. The attention weights and the gradient of the scores are rounded, because they
+    are inputs of further products.
     """
     query, key, value = (mode.round(tensor) for tensor in (query, key, value))
     if enable_gqa:
@@ -214,12 +214,12 @@ def _is_float32(func: Any, args: Any, kwargs: Any) -> bool:
     """True for dense float32 tensors, False for float64, complex and integers.
 
     Raises:
-        GradilocksError: nothing is left to emulate, or the values cannot be rounded.
+        GradilocksError: under `torch.autocast`, or for nested, sparse and half-precision tensors.
     """
     tensors = list(tensors_in((args, kwargs)))
     device = tensors[0].device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        raise GradilocksError("emulate() and torch.autocast are both active. Remove autocast: emulate() stands for it.")
+        raise GradilocksError("emulate() and torch.autocast are both active. Remove autocast; emulate() replaces it.")
     for tensor in tensors:
         if tensor.is_nested or tensor.layout != torch.strided:
             kind = "a nested" if tensor.is_nested else "a sparse"
@@ -236,13 +236,13 @@ def _check_supported(func: Any) -> None:
     if func in _UNSUPPORTED or type(func).__name__ == "FlexAttentionHOP":
         name = getattr(func, "__name__", "flex_attention")
         raise GradilocksError(
-            f"{name} cannot be emulated: its products are inside one kernel, or in place. Use another operation, or "
-            "leave its module in float32 with keep=."
+            f"{name} cannot be emulated: it multiplies inside one kernel, or in place. Use another operation, or "
+            "compute its module in float32 with keep=."
         )
 
 
 def _without_dispatch(function: Any) -> Any:
-    """A copy of a Python function of torch that is not handed to modes as a whole, so that its products are."""
+    """A copy of one of torch's Python functions that modes do not intercept as a whole: they get its products."""
     names = {**function.__globals__, **dict.fromkeys(_DISPATCH_CHECKS, lambda *_: False)}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -265,7 +265,7 @@ _UNSUPPORTED = {
     *(getattr(Tensor, f"{name}_") for name in _NAMES[4:]),
     torch.conv_tbc,
 }
-# Backward is among them because checkpointing recomputes products there.
+# Backward is included because activation checkpointing recomputes products in it.
 _COMPOSED = {
     function: _without_dispatch(function)
     for function in (

@@ -27,7 +27,7 @@ class StoredNumber:
     result: str
     """"exact", "rounded", "subnormal" (fewer significant bits), "underflow" (became zero) or "overflow"."""
     significant_bits: int
-    """Of `stored`; 0 for zero and Inf."""
+    """Number of significant bits of `stored`; 0 for zero and Inf."""
 
     @property
     def relative_error(self) -> float:
@@ -50,15 +50,15 @@ class StoredNumber:
 
 
 def explain(value: float, *, scale: float | None = None) -> list[StoredNumber]:
-    """Shows what becomes of a number in each format.
+    """Shows how a number is stored in each format.
 
     Args:
         value: a finite number.
         scale: a loss scale, above 0. The product value × scale is computed in float64.
 
     Returns:
-        One row per format without a scale, then, if there is a scale, one row per format with it. `to_text` of this
-        module makes a table.
+        One row per format without a scale; with `scale`, then one row per format with it. `to_text` formats the rows as
+        tables.
 
     Example:
         >>> rows = {row.format.name: row for row in explain(6e-8)}

@@ -1,7 +1,7 @@
 """Floating-point formats: their limits, and the rounding of numbers and tensors to them.
 
-Rounding is to nearest, ties to even, with subnormals, as hardware does it. Below the smallest normal number precision
-falls bit by bit; only a magnitude of at most half the smallest subnormal number becomes zero.
+Rounding is to nearest, ties to even, with subnormals, as in hardware. Below the smallest normal number, precision
+decreases bit by bit; a magnitude becomes zero only at half the smallest subnormal number or less.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Format:
     dtype: torch.dtype
     exponent_bits: int
     mantissa_bits: int
-    """Stored bits; a normal number has one significant bit more."""
+    """Number of stored bits; a normal number has one more significant bit."""
     largest: float
     min_exponent: int
     """log2 of the smallest normal number."""
     has_infinity: bool = True
-    """False if larger numbers become `largest` instead of Inf."""
+    """False if numbers above `largest` are stored as `largest`, not as Inf."""
 
     @property
     def smallest_normal(self) -> float:
@@ -54,17 +54,17 @@ class Format:
         return self.exponent_bits >= 8
 
     def overflows(self, value: float) -> bool:
-        """True if a number is too large: Inf, or so large that it would round to more than `largest`."""
+        """True if a number is Inf or rounds to more than `largest`."""
         return self._to_nearest(abs(value)) > self.largest
 
     def round(self, value: float) -> float:
-        """A Python float as it is stored in this format."""
+        """The stored value of a Python float."""
         if self.overflows(value):
             return math.copysign(math.inf if self.has_infinity else self.largest, value)
         return math.copysign(self._to_nearest(abs(value)), value)
 
     def round_tensor(self, values: Tensor) -> Tensor:
-        """A new float32 tensor with the values of a float32 tensor as they are stored in this format."""
+        """A new float32 tensor with the stored values of a float32 tensor."""
         if not self.has_infinity:
             # Older versions of torch return NaN for a number that is too large.
             values = values.clamp(-self.largest, self.largest)
@@ -86,7 +86,7 @@ class Format:
         return 1 + self.mantissa_bits - max(self.min_exponent - exponent, 0)
 
     def _to_nearest(self, value: float) -> float:
-        """The nearest multiple of the distance between neighbouring numbers, without an upper limit."""
+        """The nearest multiple of the distance between adjacent numbers, without an upper limit."""
         if value == 0.0 or not math.isfinite(value):
             return value
         exponent = max(math.frexp(value)[1] - 1, self.min_exponent)

@@ -39,14 +39,14 @@ FORMAT = 3
 _FLAGS = ("skipped", "rejected", "clipped")
 _INTEGERS = ("step", "nan", "inf")
 _open: set[Recorder] = set()
-"""Recorders that `log` writes to. Strong references: one that nobody else holds still writes its last lines at exit."""
+"""Recorders that `log` writes to. Strong references, so that an unreferenced recorder still writes at exit."""
 
 
 def log(**numbers: float | Tensor) -> None:
     """Adds numbers to every open run file under its latest step: `gradilocks.log(accuracy=0.9)`.
 
     Args:
-        numbers: Python numbers or 0-d tensors, which are read with the next batch of lines.
+        numbers: Python numbers or tensors of one element, which are read with the next batch of lines.
     """
     _check_numbers(numbers)
     for recorder in list(_open):
@@ -54,19 +54,19 @@ def log(**numbers: float | Tensor) -> None:
 
 
 class Recorder:
-    """Writes the steps of a training to a run file, without changing a bit of the training.
+    """Writes the steps of a training to a run file. The training is bit for bit the same as without it.
 
-    Numbers stay on the device until a batch is full; then one copy brings them to the host and one `os.write` appends
-    whole lines. A process that is killed loses at most the steps of the last `seconds`. A forked child writes nothing.
-    Rank r > 0 writes `run.rankR.jsonl`, only its header and non-finite steps.
+    Numbers stay on the device until a batch is full; then they are copied to the host at once and appended as whole
+    lines by one `os.write`. A process that is killed loses at most `every` steps or `seconds` seconds of steps. A
+    forked child writes nothing. Rank r > 0 writes `run.rankR.jsonl`, without its finite steps.
 
     Args:
-        path: of the run file; folders are created. An existing file is continued.
+        path: path of the run file; folders are created. An existing file is continued.
         every: largest number of steps in a batch.
         seconds: longest time between two writes while steps are taken.
-        detail_every: steps between two with norms, zeros and updates of each tensor; 0 for none.
-        config: settings of your own, for the report.
-        overwrite: delete an existing file first.
+        detail_every: record norms, zeros and updates of each tensor every so many steps; 0 for never.
+        config: your own settings, shown in the report.
+        overwrite: replace an existing file.
         label: name of the run in the report; by default the script with its arguments.
 
     Example:
@@ -94,7 +94,7 @@ class Recorder:
         self._every, self._seconds = every, seconds
         self.rank, world_size = _rank()
         self.path = Path(path)
-        """The file this process writes."""
+        """Path of the file that this process writes."""
         if self.rank:
             self.path = self.path.with_name(f"{self.path.stem}.rank{self.rank}{self.path.suffix}")
         self._file: int | None = _open_file(self.path, overwrite=overwrite)
@@ -105,9 +105,9 @@ class Recorder:
         self._step: dict[int, int] = {}
         """Latest step of each optimizer."""
         self._added: dict[int, int] = {}
-        """Number of steps of each optimizer."""
+        """Number of recorded steps of each optimizer."""
         self._optimizers: dict[Any, int] = {}
-        """Numbers of optimizers in the file, by control and indices."""
+        """Number of each optimizer in the file, by control and indices."""
         self._samples: dict[int, WeightSample] = {}
         self._steps, self._final_loss, self._has_start = 0, math.nan, False
         command = list(sys.argv if command is None else command)
@@ -132,7 +132,7 @@ class Recorder:
 
     def __call__(self, record: StepRecord) -> None:
         """Records one step of a control."""
-        if record.outcome.is_captured:  # A step in a CUDA graph of the user has no host code at each replay.
+        if record.outcome.is_captured:  # Replays of the user's CUDA graph run no host code.
             return
         index = self.index_of(record)
         sample = self._samples[index]
@@ -181,27 +181,27 @@ class Recorder:
         self._add(fields, tensors)
         self._added[fields["optimizer"]] += 1
         now = time.monotonic()
-        is_slow = now - self._last_step_time > self._seconds / 5  # The next step may be far away.
+        is_slow = now - self._last_step_time > self._seconds / 5  # The next step may come late.
         self._last_step_time = now
         if is_slow or len(self._pending) >= self._every or now - self._last_write >= self._seconds:
             self.flush()
 
     def log(self, **numbers: float | Tensor) -> None:
-        """Adds numbers of your own under the latest step."""
+        """Adds a log line with your own numbers, under the latest step."""
         _check_numbers(numbers)
         tensors = {name: value.detach().clone() for name, value in numbers.items() if isinstance(value, Tensor)}
         values = {name: float(value) for name, value in numbers.items() if not isinstance(value, Tensor)}
         self._add({"kind": "log", "time": time.time(), "values": values}, tensors)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Appends one line at once, after those that wait."""
+        """Appends one line at once, after the pending lines."""
         self.flush()
-        # A start line after it would discard a culprit.
+        # A start line after a culprit would discard it.
         start = self._start_lines(line["optimizer"], line["step"]) if line["kind"] == "culprit" else []
         self._write([*start, line])
 
     def flush(self) -> None:
-        """Writes everything that waits. Waits for the device."""
+        """Writes all pending lines. Waits for the device."""
         if self._pending:
             pending, self._pending = self._pending, []
             numbers = _to_host([tensor for _, tensors in pending for tensor in tensors.values()])
@@ -213,11 +213,11 @@ class Recorder:
         self._last_write = time.monotonic()
 
     def close(self, status: str | None = None, **fields: Any) -> None:
-        """Writes the end line and closes the file. Called at exit if you do not.
+        """Writes the end line and closes the file. Called at exit if not before.
 
         Args:
-            status: "finished" or an error; by default that of an exception that ends the process.
-            fields: further fields of the line.
+            status: "finished" or an error; by default the exception that ended the script, if there is one.
+            fields: more fields of the line.
         """
         if self._file is None:
             return
@@ -295,7 +295,7 @@ class Recorder:
         return lines if self.rank and not line["nan"] + line["inf"] else [*lines, line]
 
     def _start_lines(self, index: int, step: int) -> list[dict[str, Any]]:
-        """A start line before the first step and where step numbers restart."""
+        """A start line before the first step and wherever step numbers restart; else nothing."""
         if self._has_start and step > self._step[index]:
             return []
         self._has_start, self._step[index] = True, step - 1
@@ -310,7 +310,7 @@ class Recorder:
 
 
 class WeightSample:
-    """Up to 256 elements of each parameter before and after a step, for the size of its update.
+    """Up to 256 elements of each parameter before and after a step, to estimate the size of its update.
 
     Args:
         params: the parameters.
@@ -331,7 +331,7 @@ class WeightSample:
 
     @torch.no_grad()
     def updates(self) -> Tensor:
-        """Norm of the change of each parameter over the norm of the parameter, 1-d; NaN before the first step."""
+        """1-d: norm of each parameter's change divided by the norm of the parameter; NaN without an earlier `take`."""
         if self._before is None:
             return torch.full((len(self._params),), math.nan)
         before, after = self._before.double(), self._sample().double()
@@ -348,7 +348,7 @@ class WeightSample:
         parts = []
         for param, size in zip(self._params, self.sizes, strict=True):
             flat, count = local(param).detach(), min(size, self._COUNT)
-            # Parameters are dense in memory, in whatever order.
+            # Parameters are dense in memory; the order of their elements does not matter here.
             flat = flat.as_strided((count,), (size // count,)) if flat.numel() else flat.new_zeros(1)
             parts.append(flat.real if flat.is_complex() else flat)
         devices = {part.device for part in parts}
@@ -369,7 +369,7 @@ def _to_host(tensors: list[Tensor]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: non-finite numbers as strings, without None in mappings."""
+    """A value for JSON: non-finite numbers become strings, None is left out of mappings."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
@@ -396,7 +396,7 @@ def _open_file(path: Path, *, overwrite: bool) -> int:
 
 
 def _rank() -> tuple[int, int]:
-    """Rank and number of ranks: of the process group, else of the launcher's environment."""
+    """Rank and number of ranks, from the process group, else from the launcher's environment."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -410,7 +410,7 @@ def _device() -> str:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Commit and modified state of the folder of the script; None outside of a repository."""
+    """Commit and modified state of the working directory; None outside of a repository."""
 
     def git(*words: str) -> str:
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""The operation that made the first NaN or Inf, found by examining every operation under a dispatch mode.
+"""Search for the operation that made the first NaN or Inf, with a dispatch mode that checks every operation.
 
 with trace(model) as found:
     loss_fn(model(x), y).backward()
@@ -36,10 +36,10 @@ __all__ = [
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _FILLS = ("fill", "full", "where", "pad", "scalar_tensor")
-"""Parts of the names of operations that write an infinite number on purpose."""
+"""Substrings of the names of operations that write a constant, which may be the Inf of a mask."""
 _FROM_NUMBERS = "tensor from Python or NumPy"
 _ABSORBS_NEGATIVE_INF = ("softmax", "logsumexp", "scaled_dot_product", "attention")
-"""Parts of the names of operations for which -inf is a mask."""
+"""Substrings of the names of operations for which -inf is a mask."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Culprit:
     source: str = ""
     """"operation", "data", "parameter", "buffer" or "script"."""
     inputs: tuple[dict[str, Any], ...] = ()
-    """Of the operation: dtype, shape, min, max and the number of zeros, NaN and Inf of each tensor."""
+    """Inputs of the operation, up to three: dtype, shape, min, max and the number of zeros, NaN and Inf of each."""
 
     def __str__(self) -> str:
         return self.text
@@ -72,7 +72,7 @@ class Culprit:
 
 @dataclass(eq=False)
 class Origin:
-    """A place where NaN or Inf appeared first."""
+    """The place where a NaN or Inf appeared first."""
 
     order: int
     source: str
@@ -82,7 +82,7 @@ class Origin:
     phase: str = "forward"
     inputs: tuple[dict[str, Any], ...] = ()
     is_mask: bool = False
-    """True for an Inf that was written on purpose: by an operation that fills, or in a tensor of 0 and -inf."""
+    """True for an Inf that is probably a mask: written by a fill operation, or in a tensor of 0 and -inf."""
 
 
 # --- calls of modules -------------------------------------------------------------------------------------------------
@@ -99,13 +99,13 @@ def _observed_call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def add_call_observer(observer: CallObserver) -> None:
-    """Lets `observer(module, args, kwargs)` perform every call of a module, by `call_module`."""
+    """Routes every module call through `observer(module, args, kwargs)`, which must call `call_module`."""
     _observers.append(observer)
     nn.Module.__call__ = _observed_call  # type: ignore[method-assign]
 
 
 def remove_call_observer(observer: CallObserver) -> None:
-    """Ends the work of an observer."""
+    """Removes an observer; without observers, module calls are torch's again."""
     _observers.remove(observer)
     if not _observers:
         nn.Module.__call__ = call_module  # type: ignore[method-assign]
@@ -130,11 +130,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class NotReplayable(Exception):
-    """A replay that would be wrong or wait for other ranks."""
+    """Raised for a replay that would be wrong or would wait for other ranks."""
 
 
 class _ThreadState(threading.local):
-    """Where one thread is in a model."""
+    """The position of one thread in a model."""
 
     modules: tuple[nn.Module, ...] = ()
     """Modules being called, outermost first."""
@@ -148,8 +148,8 @@ _thread = _ThreadState()
 class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows NaN and Inf from operation to operation, forward and backward.
 
-    An operation makes NaN if its output has NaN and no input has; it makes Inf if no input has. A NaN that arose from
-    an Inf has the Inf's origin, except for softmax and its like, where -inf is a mask.
+    An operation makes NaN if its output contains NaN and no input does; likewise for Inf. A NaN computed from an Inf
+    has the Inf's origin, unless the Inf is a mask.
 
     Args:
         names: the name of each module.
@@ -175,12 +175,12 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.leaves.setdefault(_key(tensor), (source, name))
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
-        """The origin of the NaN, else of the Inf, in a tensor; None if it is finite."""
+        """The earliest origin of a NaN or Inf in a tensor; None if it is finite."""
         found = [self._of_input(tensor, value) for value in nonfinite_values(tensor)]
         return min(found, key=lambda origin: origin.order) if found else None
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a module, and notes which autograd nodes it creates."""
+        """Calls a module, and assigns the autograd nodes that the call creates to it."""
         outer = _thread.modules
         self.label((args, kwargs), outer[-1] if outer else None)  # Created before this call.
         _thread.modules = (*outer, module)
@@ -192,7 +192,7 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def label(self, output: Any, module: nn.Module | None) -> None:
-        """Assigns all autograd nodes behind `output` that no inner module has created to `module`."""
+        """Assigns all autograd nodes behind `output` that are not assigned yet to `module`."""
         pending: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
         while pending:
             node = pending.pop()
@@ -239,7 +239,7 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = [nonfinite_values(tensor) for tensor in inputs]
         if name == "lift_fresh":  # `torch.tensor(nan)`, `x[i] = nan`, `torch.from_numpy`.
             name, before = _FROM_NUMBERS, [()]
-        if name.endswith("_"):  # Its inputs are described later, and it overwrites one of them.
+        if name.endswith("_"):  # It overwrites its first input, which is described afterwards.
             inputs = [tensor.clone() if i == 0 else tensor for i, tensor in enumerate(inputs)]
             keys = [_key(tensor) for tensor in tensors_in((args, kwargs))]
         else:
@@ -269,7 +269,7 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if value in has
             ]
             if value == "Inf" and name == "logsumexp" and all(origin.is_mask for origin in parents):
-                parents = []  # A row that is masked completely.
+                parents = []  # A fully masked row.
             if not parents and value == "NaN" and not _is_masked_row(name, inputs, before):
                 parents = [
                     origin
@@ -285,7 +285,7 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.origins[key] = {**self.origins.get(key, {}), **found} if len(values) < 2 else found
 
     def _of_input(self, tensor: Tensor, value: str, key: int | None = None) -> Origin:
-        """The origin of NaN or Inf in an input. If no operation made it, it was there before."""
+        """The origin of NaN or Inf in an input; a new one if no examined operation made it."""
         key = _key(tensor) if key is None else key
         known = self.origins.setdefault(key, {})
         if value not in known:
@@ -320,7 +320,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _plain(tensor: Tensor) -> Tensor | None:
-    """The values of a tensor in a form that every check supports; None for those that cannot hold NaN or Inf."""
+    """The values of a tensor as a dense tensor that can be checked; None if there is nothing to check."""
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return None
     if tensor.layout is torch.sparse_coo:
@@ -331,7 +331,7 @@ def _plain(tensor: Tensor) -> Tensor | None:
 
 
 def nonfinite_values(tensor: Tensor) -> tuple[str, ...]:
-    """Which of NaN and Inf a tensor contains."""
+    """Those of "NaN" and "Inf" that a tensor contains."""
     plain = _plain(tensor)
     if plain is None or bool(torch.isfinite(plain).all()):
         return ()
@@ -340,7 +340,7 @@ def nonfinite_values(tensor: Tensor) -> tuple[str, ...]:
 
 
 def _is_masked_row(name: str, inputs: list[Tensor], before: list[Any]) -> bool:
-    """True for softmax and its like if the Inf among the inputs are all negative, which is how masks are written."""
+    """True for softmax and similar operations if every Inf in the inputs is negative, as in masks."""
     if "backward" in name or not any(part in name for part in _ABSORBS_NEGATIVE_INF):
         return False
     return not any(bool(torch.isposinf(tensor).any()) for tensor, has in zip(inputs, before, strict=True) if has)
@@ -363,11 +363,11 @@ def _describe(tensor: Tensor) -> dict[str, Any]:
 
 
 _SOURCES = {
-    "data": "{value} came in with {module} (the data, or the script's own code before it)",
-    "computed": "first {value}: in the script's own code between two modules; it enters with {module}",
+    "data": "{value} in {module}, from the data or the script's own code before the call",
+    "computed": "first {value}: in the script's own code between two modules, passed on as {module}",
     "buffer": "{value} in buffer {module}, before this step's forward pass",
-    "script": "{value} in a tensor that {where} uses and no module owns",
-    "kernel": "first {value}: written by code outside of torch's operations in {where}",
+    "script": "{value} in a tensor that {where} uses and that is no parameter, buffer or input",
+    "kernel": "first {value}: written in {where} by code that is not a torch operation",
 }
 
 
@@ -391,17 +391,17 @@ def _input_text(entry: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-# --- your own code ----------------------------------------------------------------------------------------------------
+# --- public interface -------------------------------------------------------------------------------------------------
 
 
 class trace:  # noqa: N801 (used like a function)
-    """Examines every operation in a `with` block, forward and backward, modules and script alike.
+    """Examines every operation in a `with` block, forward and backward, inside and outside of modules.
 
-    Slow: each operation is checked on the host. On leaving the block `culprit` is the origin of the first NaN or Inf
-    that reached a gradient of the model, else the first that arose at all; None if everything was finite.
+    Slow: each operation is checked on the host. After the block `culprit` is the origin of the first NaN or Inf that
+    reached the loss or a gradient of the model, else of the first in any tensor; None if everything was finite.
 
     Args:
-        model: names the modules; its gradients are looked at.
+        model: its module names are used, and its gradients are checked.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)

@@ -329,7 +329,7 @@ def test_gradients_that_overflow_at_the_smallest_scale_are_a_failure():
 def test_without_a_format_that_holds_float32_is_what_is_left():
     result = audit_of({"parameters": [1e3]}, {"parameters": [1e-9]}, formats=["fp16"])
     assert result.recommended is None
-    assert result.conclusion() == "Train in fp32: the gradients do not fit into fp16."
+    assert result.conclusion() == "Train in fp32: the gradients do not fit fp16."
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -87,7 +87,7 @@ def test_the_version_is_printed(capsys):
         (["watch", "--once", "missing.jsonl"], 1, "missing.jsonl: No such file or directory"),
         (["ls", "missing"], 1, "missing: no such folder"),
         (["run"], 2, "Missing argument 'SCRIPT"),
-        (["run", "missing.py"], 1, "there is no script 'missing.py'."),
+        (["run", "missing.py"], 1, "script 'missing.py' does not exist."),
         (["explain", "many"], 2, "Invalid value for 'NUMBER'"),
         (["explain", "inf"], 2, "value must be"),
         (["explain", "1", "--scale", "0"], 2, "scale must be above 0"),

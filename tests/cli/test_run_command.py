@@ -108,9 +108,9 @@ def test_a_script_without_steps_leaves_no_file(folder):
 @pytest.mark.parametrize(
     ("options", "status", "reason"),
     [
-        (["-o", "existing.jsonl"], 1, "existing.jsonl exists. Choose another name, or overwrite or append to it."),
+        (["-o", "existing.jsonl"], 1, "existing.jsonl exists. Pass --overwrite, --append or another -o FILE."),
         (["-o", "train.py/a.jsonl"], 1, "train.py/a.jsonl cannot be written: "),
-        (["-o", "a.jsonl", "--overwrite", "--append"], 2, "--overwrite and --append exclude each other."),
+        (["-o", "a.jsonl", "--overwrite", "--append"], 2, "--overwrite and --append cannot be combined."),
         (["--guard", "pause"], 2, "Invalid value for '--guard'"),
         (["--no-such-option"], 2, "No such option: --no-such-option"),
     ],

@@ -37,5 +37,5 @@ def test_each_rank_names_its_own_culprit_and_no_rank_waits(tmp_path):
 
 def test_several_ranks_need_a_name_for_the_run_file(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(GradilocksError, match="several ranks need one name"):
+    with pytest.raises(GradilocksError, match="-o FILE is required with several ranks"):
         run_script([str(PROGRAM)])

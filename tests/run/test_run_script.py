@@ -141,7 +141,7 @@ def test_a_run_file_that_cannot_be_written_is_an_error_before_the_script_starts(
 
 
 def test_a_missing_script_and_a_wrong_guard_are_errors(tmp_path):
-    with pytest.raises(GradilocksError, match=r"there is no script 'absent\.py'"):
+    with pytest.raises(GradilocksError, match=r"script 'absent\.py' does not exist"):
         run_script(["absent.py"])
     with pytest.raises(ValueError, match="guard must be 'skip', 'stop' or None, got 'halt'"):
         Options(guard="halt")
@@ -190,7 +190,7 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_script(tmp_path):
     text = "import gradilocks.record\ngradilocks.record.Recorder.step = None\n" + TRAIN
     finished = run_recorded(text, cwd=tmp_path)
     assert finished.exit_code == 0
-    assert finished.err.startswith("gradilocks stopped recording (TypeError")
+    assert finished.err.startswith("gradilocks: recording stopped (TypeError")
     assert finished.err.count("\n") == 1
     assert len(finished.out.splitlines()) == 6
 

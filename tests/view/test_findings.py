@@ -354,7 +354,7 @@ def test_norms_that_vary_by_orders_have_no_spikes() -> None:
 
 def test_parameters_without_gradients_are_named() -> None:
     run = made.made_run(always=lambda step: {"norms": [0.5, None], "zeros": [0.0, None], "updates": [1e-3, 0.0]})
-    assert found(run)["unused_parameters"].text == "b.weight: frozen, or not used for the loss."
+    assert found(run)["unused_parameters"].text == "b.weight: frozen, or not used in the loss."
 
 
 def test_no_gradient_at_all_is_a_problem_of_one_optimizer_and_a_warning_of_several() -> None:
@@ -420,7 +420,7 @@ def test_how_a_run_ended_is_said(fields: Any, severity: str | None, title: str |
 def test_a_run_that_is_not_closed_is_a_note() -> None:
     run = made.made_run(20)
     run.end, run.skipped_lines = None, 2
-    assert found(run)["not_closed"].text.startswith("It was killed, or it is still running.")
+    assert found(run)["not_closed"].text.startswith("It was killed or is still running.")
     assert found(run)["unreadable_lines"].title == "2 lines of the file could not be read"
     assert verdict(run).severity == "ok"
 

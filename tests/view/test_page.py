@@ -113,10 +113,10 @@ def test_many_tensors_and_many_optimizers_are_limited() -> None:
     detail = {"norms": [float(i) for i in range(500)]}
     run = made.run_of(made.optimizer(names=names), *made.steps(20, always=lambda step: detail if step % 2 else {}))
     heat = next(trace for trace in figures.figure([run], ["run"]).data if trace.type == "heatmap")
-    assert len(heat.y) == figures.MOST_ROWS
+    assert len(heat.y) == figures.MAX_ROWS
     many = made.run_of(*(step for number in range(100) for step in made.steps(5, number=number)))
-    assert len({trace.name for trace in figures.figure([many], ["run"]).data if trace.name}) <= figures.MOST_CURVES
-    assert len(report.Report(many, "run").optimizers) == report.MOST_OPTIMIZERS
+    assert len({trace.name for trace in figures.figure([many], ["run"]).data if trace.name}) <= figures.MAX_CURVES
+    assert len(report.Report(many, "run").optimizers) == report.MAX_OPTIMIZERS
 
 
 # --- several runs -----------------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def test_ls_shows_runs_by_their_first_and_last_lines(tmp_path: Path) -> None:
 
 
 def test_ls_of_an_empty_or_missing_folder(tmp_path: Path) -> None:
-    assert printed(ls.to_text(ls.list_runs(tmp_path))).strip() == "No runs here."
+    assert printed(ls.to_text(ls.list_runs(tmp_path))).strip() == "The folder contains no run files."
     with pytest.raises(runfile.BadRunFile, match="no such folder"):
         ls.list_runs(tmp_path / "missing")
 

@@ -112,7 +112,7 @@ SICK = {
         sick.schedule_that_ends_early(60),
         "unchanged_weights",
         "warning",
-        "The first was step 61",
+        "First: step 61",
     ),
     "an optimizer for another model": (
         classifier(lambda model: torch.optim.SGD(sick.mlp(16, 64, 4).parameters(), lr=0.1)),

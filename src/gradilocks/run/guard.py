@@ -1,4 +1,4 @@
-"""`--guard`: keeps optimizers from stepping with non-finite gradients."""
+"""`--guard`: prevents optimizer steps with non-finite gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Guard"]
 class Guard:
     """Skips a step by hiding the gradients from the optimizer, or stops the script.
 
-    torch's optimizers ignore parameters whose gradient is None: parameters and state stay bit for bit as they are.
+    torch's optimizers ignore parameters whose gradient is None: parameters and state remain bit for bit unchanged.
 
     Args:
         mode: "skip" or "stop".
@@ -25,7 +25,7 @@ class Guard:
         self._hidden: list[tuple[Tensor, Tensor]] = []
 
     def apply(self, params: Sequence[Tensor], step: int, reason: str) -> None:
-        """Called before a step with non-finite gradients.
+        """Hides the gradients. Called before a step with non-finite gradients.
 
         Raises:
             NonFiniteGradient: in mode "stop".
@@ -38,7 +38,7 @@ class Guard:
                 param.grad = None
 
     def restore(self) -> bool:
-        """Called after every step: puts hidden gradients back. True if the step was skipped."""
+        """Puts hidden gradients back; returns True if the step was skipped. Called after every step."""
         was_skipped = bool(self._hidden)
         for param, grad in self._hidden:
             param.grad = grad

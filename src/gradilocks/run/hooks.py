@@ -1,4 +1,4 @@
-"""The places in torch where `gradilocks run` listens: backward, clipping, scalers, optimizer steps."""
+"""Hooks of `gradilocks run` in torch: backward, clip functions, scalers, optimizer steps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["Hooks"]
 
 
 class Hooks:
-    """Reports what a script does to an observer.
+    """Calls an observer at each backward, clip and step of a script.
 
-    An error of the observer ends the recording, not the script.
+    An error in the observer ends the recording, not the script.
 
     Args:
         observer: receives the calls.
@@ -86,7 +86,7 @@ class Hooks:
         return run
 
     def report(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Calls the observer; an error of it ends the recording."""
+        """Calls the observer; an error in it ends the recording."""
         if self.error is None:
             try:
                 method(*args, **kwargs)
@@ -94,7 +94,7 @@ class Hooks:
                 raise  # --guard stop.
             except Exception as error:
                 self.error = error
-                message = f"gradilocks stopped recording ({type(error).__name__}: {error}); your script continues"
+                message = f"gradilocks: recording stopped ({type(error).__name__}: {error}); the script continues"
                 print(message, file=sys.stderr, flush=True)
 
     # --- backward, clipping, scalers ----------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Hooks:
 
 
 class _ControlCallback:
-    """Passes the steps and numbers of controls to the observer."""
+    """Passes the steps and logged numbers of controls to the observer."""
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks

@@ -1,8 +1,8 @@
-"""Replay of the module calls behind non-finite gradients.
+"""Replay of the module calls that produced non-finite gradients.
 
-CallLog keeps the outermost calls of modules since the last step, by reference. If the gradients are not finite, they
-run again under `trace.Examiner`: forward with the same inputs, generators and autocast, backward from the gradients
-that reached their outputs.
+`CallLog` keeps references to the outermost module calls since the last step. If gradients are not finite, these calls
+run again under `trace.Examiner`: forward with the same inputs, random states and autocast, backward from the gradients
+that their outputs received.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from gradilocks.trace import (
 __all__ = ["CallLog", "find_culprit", "module_names"]
 
 LARGE_WEIGHT = 1e6
-"""Magnitude of parameters that is reported: no healthy training has it."""
+"""Parameters above this magnitude are reported with the culprit."""
 MAX_CALLS = 256
 """Module calls kept between two steps. Their inputs stay in memory."""
 _saved_tensors_hooks: Any = torch.autograd.graph.saved_tensors_hooks
@@ -54,29 +54,29 @@ _REPLICATING = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 @dataclass(eq=False, slots=True)  # `_variable` must not find `module` in a `__dict__`.
 class Call:
-    """One outermost call of a module: all that a replay needs, by reference."""
+    """One outermost module call, with references to everything that a replay needs."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     numbers: list[tuple[nn.Module, str, Any]]
-    """Counters among the module's attributes, before the call."""
+    """Module, attribute and value of counters before the call."""
     random_state: dict[str, Any]
     autocast: list[tuple[str, bool, torch.dtype]]
     has_grad: bool
     saved_tensors_hooks: list[tuple[Any, Any]]
-    """Those that the script's own `with` blocks have installed."""
+    """Hooks installed by `with` blocks of the script."""
     versions: list[int] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
-    """0-d: norm of each output, to recognize a replay that computes something else."""
+    """0-d: norm of each output, to detect a replay with different outputs."""
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     received: dict[int, Tensor] = field(default_factory=dict)
-    """Gradients that reached the outputs, by the output's index."""
+    """Gradient of each output that received one, by the output's index."""
     is_differentiated_twice: bool = False
 
     def finish(self, output: Any) -> None:
-        """Called with the output: keeps its norms, and its gradients as soon as backward computes them."""
-        with contextlib.suppress(Exception):  # Tensors of torch.func and other subclasses may refuse.
+        """Keeps the norms of the outputs, and registers hooks that keep their gradients."""
+        with contextlib.suppress(Exception):  # Tensors of torch.func and other subclasses may raise.
             found = _outputs(output)
             self.outputs = [weakref.ref(tensor) for tensor in found]
             self.versions = [version_of(tensor) for tensor in tensors_in((self.args, self.kwargs))]
@@ -103,7 +103,7 @@ class Call:
 
 
 def _outputs(output: Any) -> list[Tensor]:
-    """The floating-point outputs; of a module that returns its own loss only the scalars, through which all flows."""
+    """The floating-point outputs; for a module that returns its loss only the scalars, where backward begins."""
     found = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() or tensor.is_complex()]
     scalars = [tensor for tensor in found if tensor.dim() == 0 and tensor.requires_grad]
     return scalars or found
@@ -143,11 +143,11 @@ class CallLog:
         }
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a module, and keeps the call if it is an outermost one. See `trace.add_call_observer`."""
+        """Calls a module, and keeps the call if it is outermost. See `trace.add_call_observer`."""
         if self._thread.depth or torch.compiler.is_compiling():
             return call_module(module, *args, **kwargs)
         call = None
-        with contextlib.suppress(Exception):  # The script's call must not fail because of ours.
+        with contextlib.suppress(Exception):  # An error here must not end the script.
             call = self._begin(module, args, kwargs)
         self._thread.depth += 1
         try:
@@ -159,18 +159,18 @@ class CallLog:
         return output
 
     def install(self) -> None:
-        """Starts to keep calls."""
+        """Starts keeping calls."""
         add_call_observer(self)
         kind, enter, leave = _saved_tensors_hooks, self._enter_hooks, self._leave_hooks
         kind.__enter__, kind.__exit__ = lambda hooks: enter(hooks), lambda hooks, *error: leave(hooks, *error)
 
     def remove(self) -> None:
-        """Stops to keep calls."""
+        """Stops keeping calls."""
         remove_call_observer(self)
         _saved_tensors_hooks.__enter__, _saved_tensors_hooks.__exit__ = _HOOKS_METHODS
 
     def _enter_hooks(self, hooks: Any) -> Any:
-        # Those of checkpoints only repeat the forward pass; a replay needs them as little as the results.
+        # The hooks of activation checkpoints only repeat the forward pass; a replay does not need them.
         if type(hooks) in (_saved_tensors_hooks, torch.autograd.graph.save_on_cpu):
             self._saved_tensors_hooks.append((hooks.pack_hook, hooks.unpack_hook))
         return _HOOKS_METHODS[0](hooks)
@@ -181,7 +181,7 @@ class CallLog:
         _HOOKS_METHODS[1](hooks, *error)
 
     def note_step(self, *, is_finite: bool) -> None:
-        """Called after an optimizer step. The calls before it go when the next one begins."""
+        """Called after an optimizer step. Earlier calls are dropped when the next call begins."""
         self._has_stepped, self._was_finite = True, is_finite
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -218,7 +218,7 @@ class _Counters:
         self._last: dict[tuple[weakref.ref[nn.Module], str], Any] = {}
 
     def values(self) -> list[tuple[nn.Module, str, Any]]:
-        """Module, attribute and present value of each counter."""
+        """Module, attribute and current value of each counter."""
         self._calls += 1
         if self._calls <= 3:
             now = {
@@ -262,7 +262,7 @@ def _autocast() -> list[tuple[str, bool, torch.dtype]]:
 
 @dataclass(eq=False)
 class _Replay:
-    """What the replay of one call showed."""
+    """Result of the replay of one call."""
 
     call: Call
     reason: str = ""
@@ -277,19 +277,17 @@ class _Replay:
     was_nonfinite: bool = False
     """True if an output of the call itself was not finite."""
     harmless: set[int] = field(default_factory=set)
-    """Outputs that were not finite in the step before either, which was finite."""
+    """Indices of outputs that were also non-finite in the previous step, whose gradients were finite."""
 
 
 def find_culprit(log: CallLog, params: Sequence[Tensor], names: Mapping[nn.Module, str], *, loss_value: str) -> Culprit:
     """Replays the calls of a log and names the origin of non-finite gradients, or of a non-finite loss.
 
-    Nothing outside of the replay changes: parameters, gradients, buffers, generators and numbers in module attributes
-    are put back.
+    The replay changes no parameters or gradients; buffers, random states and numbers in module attributes are restored.
 
     Args:
         log: the calls behind the gradients.
-        params: parameters with non-finite gradients, before anything has written to these gradients. Empty if only the
-            loss is not finite.
+        params: parameters with non-finite gradients, not yet clipped or unscaled. Empty if only the loss is not finite.
         names: see `module_names`.
         loss_value: "NaN" or "Inf" if the loss itself is; "" if it is finite.
     """
@@ -332,12 +330,12 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, was_cut: bool
         if replay.output is not None and found and not replay.reason:
             if replay.output.is_mask:
                 name = type(replay.call.module).__name__
-                reason = f"{name} returns Inf on purpose ({replay.output.operation}), and the loss is not finite"
+                reason = f"{name} returns the Inf of a mask ({replay.output.operation}), and the loss is not finite"
                 return _unknown(reason)
             return _before_input(replay.output, replay, replays)
     doubts = [replay.reason for replay in replays if replay.reason]
     doubts += [
-        f"{type(replay.call.module).__name__} returns NaN or Inf in finite steps, too; no other module is at fault"
+        f"{type(replay.call.module).__name__} returned NaN or Inf in an earlier finite step too; nothing else was found"
         for replay in replays
         if replay.harmless and found
     ]
@@ -354,7 +352,7 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, was_cut: bool
 
 
 def _before_input(origin: Origin, replay: _Replay, replays: list[_Replay]) -> Culprit:
-    """The culprit; for a NaN or Inf that came with an input, an earlier call that returned it, if there is one."""
+    """The culprit; if NaN or Inf was in an input, the origin in the earlier call that returned it, if there is one."""
     if origin.source in ("data", "computed"):
         for earlier in replays[: replays.index(replay)]:
             if earlier.output is not None:
@@ -365,12 +363,13 @@ def _before_input(origin: Origin, replay: _Replay, replays: list[_Replay]) -> Cu
 
 
 def _not_reproduced(replay: _Replay) -> Culprit:
-    why = replay.reason or "the replay of its call is finite: it depends on state that has changed since"
-    return _unknown(f"an output of {type(replay.call.module).__name__} is NaN or Inf, but {why}")
+    name = type(replay.call.module).__name__
+    why = replay.reason or f"the replay is finite: {name} depends on state that has changed since"
+    return _unknown(f"an output of {name} is NaN or Inf, but {why}")
 
 
 def _after_modules(replays: list[_Replay], loss_value: str) -> Culprit:
-    """The culprit if the outputs of all modules are finite and the gradient that comes back to them is not."""
+    """The culprit if the outputs of all modules are finite and the gradient that they receive is not."""
     last = next((replay for replay in reversed(replays) if replay.call.received), replays[-1])
     name, phase = type(last.call.module).__name__, "forward" if loss_value else "backward"
     received = (value for grad in last.call.received.values() for value in nonfinite_values(grad))
@@ -386,16 +385,16 @@ def _after_backward(replays: list[_Replay], bad: set[int]) -> Culprit:
     if not bad.intersection(map(id, used)):
         return _unknown("no module call since the last step uses these parameters")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return _unknown("this rank computes finite gradients: the NaN or Inf comes from another rank")
+        return _unknown("the replay on this rank is finite: the NaN or Inf probably comes from another rank")
     for param in {id(param): param for param in used}.values():
         norms = [replay.norms[id(param)] for replay in replays if id(param) in replay.norms]
         if len(norms) != 1 or param.grad is None or id(param) in bad:
             continue
         if not math.isclose(norms[0], float(_norm(param.grad)), rel_tol=1e-2, abs_tol=1e-30):
-            return _unknown("a replay computes other gradients: the step depends on state that has changed since")
+            return _unknown("the replay gives different gradients: the step depends on state that has changed since")
     text = (
-        "NaN or Inf entered the gradients outside of the modules' operations: by a hook, by accumulation or by the "
-        "script's own code after backward; a replay of all module calls is finite"
+        "NaN or Inf entered the gradients outside of modules: in a hook, in accumulation or in the script's own code "
+        "after backward; the replay of all module calls is finite"
     )
     return Culprit(True, text, source="script", phase="backward")
 
@@ -427,7 +426,7 @@ def _corrupt_parameters(
 
 
 def _harmless(call: Call, log: CallLog) -> set[int]:
-    """Indices of outputs that are not finite and were not in the last step either, although that step was finite."""
+    """Indices of non-finite outputs that were also non-finite in the previous step, if its gradients were finite."""
     earlier = [norms for ref, has_grad, norms in log.finite_step if (ref(), has_grad) == (call.module, call.has_grad)]
     return _nonfinite(call.norms) & {i for norms in earlier for i in _nonfinite(norms)}
 
@@ -437,7 +436,7 @@ def _nonfinite(norms: list[Tensor]) -> set[int]:
 
 
 def _replay(call: Call, names: Mapping[nn.Module, str], harmless: set[int]) -> _Replay:
-    """Runs one call again, forward and backward, and follows NaN and Inf through it."""
+    """Repeats one call, forward and backward, and follows NaN and Inf through it."""
     replay = _Replay(call, was_nonfinite=bool(_nonfinite(call.norms) - harmless), harmless=harmless)
     replay.reason = _refusal(call)
     if replay.reason:
@@ -452,15 +451,14 @@ def _replay(call: Call, names: Mapping[nn.Module, str], harmless: set[int]) -> _
         examiner.add_leaves("buffer", ((f"{p}.{n}", b) for p, m in named for n, b in m.named_buffers(recurse=False)))
         for name, tensor in _named_inputs(call):
             examiner.add_leaves("data" if tensor.grad_fn is None else "computed", iter([(name, tensor)]))
-        received = [grad for _, grad in sorted(call.received.items())]
-        examiner.add_leaves("received", (("", grad) for grad in received))
+        examiner.add_leaves("received", (("", grad) for grad in _received(call)))
         add_call_observer(examiner.call)
         try:
             _set_random_state(call.random_state)
             _replay_call(replay, examiner, module)
         except NotReplayable as refusal:
             replay.reason = str(refusal)
-        except Exception as error:  # Whatever forward code raises when it runs a second time.
+        except Exception as error:  # Forward code may raise anything when it runs a second time.
             replay.reason = f"the replay of {type(call.module).__name__} raised {type(error).__name__}: {error}"
         finally:
             remove_call_observer(examiner.call)
@@ -479,8 +477,8 @@ def _replay_call(replay: _Replay, examiner: Examiner, module: nn.Module) -> None
         stack.enter_context(examiner)
         output = nn.Module.__call__(module, *call.args, **call.kwargs)
     outputs = _outputs(output)
-    judged = [tensor for i, tensor in enumerate(outputs) if i not in replay.harmless]
-    origins = [origin for tensor in judged if (origin := examiner.origin_of(tensor)) is not None]
+    candidates = [tensor for i, tensor in enumerate(outputs) if i not in replay.harmless]
+    origins = [origin for tensor in candidates if (origin := examiner.origin_of(tensor)) is not None]
     replay.output = min(origins, key=lambda origin: origin.order, default=None)
     replay.reason = _difference(call, outputs)
     if not call.received:
@@ -501,6 +499,7 @@ def _replay_call(replay: _Replay, examiner: Examiner, module: nn.Module) -> None
 
 
 def _received(call: Call) -> list[Tensor]:
+    """Gradients that the outputs received, in the order of the outputs."""
     return [grad for _, grad in sorted(call.received.items())]
 
 
@@ -508,7 +507,7 @@ def _refusal(call: Call) -> str:
     """The reason why a call cannot be replayed; "" if it can."""
     name = type(call.module).__name__
     if any(is_dtensor(param) or is_fsdp1_shard(param) for param in call.module.parameters()):
-        return f"the parameters of {name} are shards, and a replay would have to wait for the other ranks"
+        return f"the parameters of {name} are shards, and a replay would wait for the other ranks"
     versions = [version_of(tensor) for tensor in tensors_in((call.args, call.kwargs))]
     if versions != call.versions:
         return (
@@ -518,17 +517,17 @@ def _refusal(call: Call) -> str:
 
 
 def _difference(call: Call, outputs: list[Tensor]) -> str:
-    """The reason why a replay is not the call it repeats; "" if their outputs agree."""
+    """The reason why a replay does not reproduce its call; "" if their outputs agree."""
     name = type(call.module).__name__
     before, now = [float(norm) for norm in call.norms], [float(_norm(tensor)) for tensor in outputs]
     if len(before) != len(now):
-        return f"a replay of {name} returns other outputs"
+        return f"the replay of {name} returns {len(now)} tensors, the call returned {len(before)}"
     for old, new in zip(before, now, strict=True):
         is_same = math.isfinite(old) == math.isfinite(new) and (
             not math.isfinite(old) or math.isclose(old, new, rel_tol=1e-3, abs_tol=1e-30)
         )
         if not is_same:
-            return f"a replay of {name} computes something else: it depends on state that has changed since"
+            return f"the replay of {name} gives different outputs: {name} depends on state that has changed since"
     return ""
 
 
@@ -542,7 +541,7 @@ def _named_inputs(call: Call) -> Iterator[tuple[str, Tensor]]:
 
 @contextlib.contextmanager
 def _state_restored(module: nn.Module, numbers: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
-    """Sets counters to their values before the call; afterwards puts attributes and buffers of all submodules back."""
+    """Sets counters to their values before the call; afterwards restores attributes and buffers of all submodules."""
     saved = []
     for submodule in module.modules():
         attributes = dict(vars(submodule))
@@ -574,7 +573,7 @@ def _state_restored(module: nn.Module, numbers: list[tuple[nn.Module, str, Any]]
 
 
 def _refill(container: Any, content: Any) -> None:
-    """Gives a list, dict or set its former content."""
+    """Replaces the content of a list, dict or set."""
     container.clear()
     (container.extend if isinstance(container, list) else container.update)(content)
 
@@ -583,10 +582,10 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def module_names(params: Sequence[Tensor]) -> dict[nn.Module, str]:
-    """The name of every module of the process. Searches all objects, which takes about 0.1 s.
+    """The name of every module in the process. Searches all objects, which takes about 0.1 s.
 
-    Names begin at the outermost module. If `params` belong to several, or the module is not theirs, they begin with the
-    script's variable or attribute that holds the outermost module, else with its class.
+    If one outermost module owns all of `params`, names of its submodules have no prefix. All other names begin with the
+    script's variable or attribute that refers to the outermost module, else with its class.
 
     Args:
         params: parameters that are trained.
@@ -615,7 +614,7 @@ def module_names(params: Sequence[Tensor]) -> dict[nn.Module, str]:
 
 
 def _variable(module: nn.Module) -> str:
-    """The name under which the script holds a module: a local or global variable, or an attribute."""
+    """The name of the script's local variable, global variable or attribute that refers to a module; "" if none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         is_ours = frame.f_globals.get("__name__", "").startswith("gradilocks.")  # Reading `f_locals` makes a referrer.

@@ -38,11 +38,11 @@ class Options:
     Args:
         output: path of the run file; by default runs/SCRIPT-DATE-TIME.jsonl.
         overwrite: replace an existing file.
-        append: continue an existing file, to resume a training.
+        append: continue an existing file when a training resumes.
         guard: on NaN or Inf gradients "skip" the step or "stop" the script; None to do nothing.
         has_trace: find the operation that made NaN or Inf by replaying the step.
         every: largest number of steps between two writes.
-        detail_every: steps between two with numbers of each tensor; 0 for none.
+        detail_every: record numbers of each tensor every so many steps; 0 for never.
     """
 
     output: str | os.PathLike[str] | None = None
@@ -69,7 +69,7 @@ class RunResult:
     status: str
     """"finished", the exception, or the signal."""
     culprits: tuple[str, ...]
-    """Sentences about the origin of NaN and Inf."""
+    """Texts of the culprits."""
 
 
 def run_script(argv: Sequence[str], options: Options | None = None) -> RunResult:
@@ -82,14 +82,15 @@ def run_script(argv: Sequence[str], options: Options | None = None) -> RunResult
         options: default options if None.
 
     Raises:
-        GradilocksError: no such script, or a run file that exists or cannot be written. The script has not started.
+        GradilocksError: the script does not exist, or the run file exists or cannot be written. Raised before the
+            script starts.
     """
     options = options or Options()
     is_module = argv[:1] == ["-m"]
     command = list(argv[1:] if is_module else argv)
     if not command or not (is_module or Path(command[0]).is_file()):
         raise GradilocksError(
-            f"there is no script {command[0] if command else ''!r}. Name a Python file, or -m MODULE."
+            f"script {command[0] if command else ''!r} does not exist. Give a Python file, or -m MODULE."
         )
     session = _Session(_output_path(command[0], options), command, options)
     when_imported("torch", session.begin)
@@ -111,7 +112,7 @@ def run_script(argv: Sequence[str], options: Options | None = None) -> RunResult
 
 
 class _Session:
-    """Recorder, observer and hooks of one run. They exist once the script has imported torch."""
+    """Recorder, observer and hooks of one run, created when the script imports torch."""
 
     def __init__(self, path: Path, command: list[str], options: Options) -> None:
         self._path, self._command, self._options = path, command, options
@@ -157,11 +158,11 @@ class _Session:
 
 
 def _output_path(script: str, options: Options) -> Path:
-    """The run file; creates the file to know that it can be written."""
+    """The path of the run file. Creates the file, so that an unwritable path fails before the script starts."""
     rank = int(os.environ.get("RANK", 0))
     if options.output is None:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise GradilocksError("several ranks need one name for their run files. Give it with -o FILE.")
+            raise GradilocksError("-o FILE is required with several ranks: all must use the same name.")
         stem = Path(script).stem if script.endswith(".py") else script.rpartition(".")[2]
         path = Path("runs", f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl").absolute()
         path = next(p for i in range(1, 1000) if not (p := path.with_stem(path.stem + f"-{i}" * (i > 1))).exists())
@@ -169,7 +170,7 @@ def _output_path(script: str, options: Options) -> Path:
         path = Path(options.output).absolute()
     own = path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
     if own.exists() and not (options.overwrite or options.append):
-        raise GradilocksError(f"{own} exists. Choose another name, or overwrite or append to it.")
+        raise GradilocksError(f"{own} exists. Pass --overwrite, --append or another -o FILE.")
     try:
         own.parent.mkdir(parents=True, exist_ok=True)
         with own.open("ab"):
@@ -204,7 +205,7 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _show(error: BaseException) -> None:
-    """Shows an exception as Python does, without the frames of this package at the top."""
+    """Shows an exception as Python does, without the outermost frames, which belong to this package."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith((_PACKAGE, "<frozen runpy")):
         traceback = traceback.tb_next
@@ -214,7 +215,7 @@ def _show(error: BaseException) -> None:
 
 
 def _handle_sigterm(session: _Session) -> Any:
-    """Closes the run file on SIGTERM, then dies of it as without a handler. Returns the former handler."""
+    """Installs a SIGTERM handler that closes the run file and then ends the process; returns the former handler."""
 
     def close(number: int, frame: object) -> None:
         session.end("SIGTERM", 128 + number)
@@ -228,7 +229,7 @@ def _handle_sigterm(session: _Session) -> Any:
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Calls `action` right after the first import of a module, or now if it is imported."""
+    """Calls `action` right after the first import of a module, or now if it is already imported."""
     if name in sys.modules:
         action()
     else:
@@ -236,7 +237,7 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 class _ImportWatcher(MetaPathFinder):
-    """Finds nothing itself: lets the other finders find one module, and acts when it is loaded."""
+    """Wraps the loader of one module, which the other finders locate, to call `action` after the import."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name, self._action = name, action

@@ -1,4 +1,4 @@
-"""StepObserver: turns the calls that `hooks.py` reports into recorded steps."""
+"""Converts the calls that `hooks.py` reports into recorded steps."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ from gradilocks.trace import Culprit, nonfinite_values
 __all__ = ["StepObserver"]
 
 MAX_REPLAYS = 20
-"""Bad steps that are traced in one run. A replay takes about as long as ten steps."""
+"""Non-finite steps replayed per run. A replay takes about as long as ten steps."""
 MAX_SEARCHES = 8
 """Searches for parameter names. Each takes 0.1 s, and some scripts create an optimizer for every batch."""
-
 MAX_ALIKE = 4
-"""Optimizers of one class and shape that are told apart."""
+"""Optimizers with the same class and shapes that are recorded separately."""
 
 
 @dataclass(eq=False)
-class _Tracked:
-    """An optimizer of the script, or several alike that replace each other."""
+class _OptimizerEntry:
+    """An optimizer of the script, or a series of equal ones of which each replaces the last."""
 
     index: int
     optimizer: weakref.ref[Any]
@@ -57,11 +56,11 @@ class _Clip:
 
 
 @dataclass(eq=False)
-class _Since:
-    """What happened since the latest backward."""
+class _BackwardState:
+    """Measurements and calls since the latest backward."""
 
     statistics: dict[int, tuple[weakref.ref[Tensor], tuple[float, ...]]] = field(default_factory=dict)
-    """Gradient and its statistics, by the parameter's id."""
+    """Gradient and statistics, by the parameter's id."""
     clips: list[_Clip] = field(default_factory=list)
     unscaled: set[int] = field(default_factory=set)
     """Ids of optimizers whose gradients a scaler has unscaled."""
@@ -69,36 +68,36 @@ class _Since:
 
 
 class StepObserver:
-    """Records every optimizer step of a script and looks at its gradients once, before the first thing that uses them.
+    """Records every optimizer step of a script. Measures the gradients once, before their first use.
 
     Args:
         recorder: writes the run file.
-        has_trace: find the origin of NaN and Inf by a replay.
+        has_trace: search for the origin of NaN and Inf by replay.
         guard: "skip", "stop" or None.
     """
 
     def __init__(self, recorder: Recorder, *, has_trace: bool = True, guard: str | None = None) -> None:
         self.recorder = recorder
         self.culprits: list[str] = []
-        """Sentences about the first bad steps."""
+        """Texts of the culprits, without repetitions."""
         self.calls = CallLog() if has_trace else None
         self._guard = Guard(guard) if guard else None
-        self._since = _Since()
+        self._latest = _BackwardState()
         self._losses: list[tuple[Tensor, bool]] = []
-        """Losses since the last step, and True for those that do not carry a scale."""
+        """Losses since the last step; True for an unscaled loss."""
         self._has_stepped = False
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None
-        self._tracked: list[_Tracked] = []
+        self._entries: list[_OptimizerEntry] = []
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self._searches = self._replays = 0
         self._are_weights_corrupt = False
         self._scale: float | None = None
         self._stepping: list[Any] = []
         """Optimizers, scalers and controls whose step is in progress, outermost first."""
-        self._first_closure: tuple[list[tuple[Tensor, bool]], _Since] | None = None
-        """Losses and numbers after the first call of a closure."""
+        self._first_closure: tuple[list[tuple[Tensor, bool]], _BackwardState] | None = None
+        """Losses and measurements after the first call of a closure."""
 
-    # --- backward and what follows it ---------------------------------------------------------------------------------
+    # --- backward, unscaling, clipping --------------------------------------------------------------------------------
 
     def note_scaled(self, loss: Any, scaled: Any) -> None:
         """`scaler.scale(loss)` returned `scaled`."""
@@ -107,9 +106,9 @@ class StepObserver:
 
     def begin_backward(self, tensors: Any) -> None:
         """Backward begins from one or several tensors."""
-        # LBFGS calls its closure several times in a step; the first culprit is the step's.
-        self._since = _Since(culprit=self._since.culprit if self._stepping else None)
-        if self._has_stepped:  # Several optimizers that step after one backward share its loss.
+        # LBFGS calls its closure several times per step; the first culprit is kept.
+        self._latest = _BackwardState(culprit=self._latest.culprit if self._stepping else None)
+        if self._has_stepped:  # The loss is kept until then: several optimizers may step after one backward.
             self._losses, self._has_stepped = [], False
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
             is_scaled = self._scaled is not None and self._scaled[0]() is tensor
@@ -125,22 +124,22 @@ class StepObserver:
     def begin_unscale(self, optimizer: Any) -> None:
         """`scaler.unscale_(optimizer)` begins."""
         self._examine(optimizer)
-        self._since.unscaled.add(id(optimizer))
+        self._latest.unscaled.add(id(optimizer))
 
     def begin_clip(self, params: Sequence[Tensor]) -> None:
         """A clip function begins."""
         self._measure(params)
         ids = set(map(id, params))
-        for tracked in self._tracked:
-            optimizer = tracked.optimizer()
+        for entry in self._entries:
+            optimizer = entry.optimizer()
             if optimizer is not None and not ids.isdisjoint(map(id, parameters([optimizer]))):
                 self._examine(optimizer)
 
     def end_clip(self, params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
         """`clip_grad_norm_` returned a norm."""
         ids = set(map(id, params))
-        unscaled = bool(self._since.unscaled)
-        self._since.clips.append(_Clip(ids, float(max_norm), norm.detach(), unscaled))
+        unscaled = bool(self._latest.unscaled)
+        self._latest.clips.append(_Clip(ids, float(max_norm), norm.detach(), unscaled))
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -161,7 +160,7 @@ class StepObserver:
         """`optimizer.step()` begins."""
         self._first_closure = None
         if has_closure:
-            self._since = _Since()
+            self._latest = _BackwardState()
         for i, outer in enumerate(self._stepping):
             if outer is optimizer:  # Its last step raised an error.
                 del self._stepping[i:]
@@ -176,24 +175,24 @@ class StepObserver:
         if not self._is_inner():
             self._gradients_ready(optimizer)
             if self._first_closure is None:
-                self._first_closure = list(self._losses), self._since
+                self._first_closure = list(self._losses), self._latest
         self._stepping.append(optimizer)
 
     def _gradients_ready(self, optimizer: Any) -> None:
         """The gradients that an optimizer is about to use are complete."""
-        tracked, bad = self._examine(optimizer)
-        if self.recorder.is_detailed(tracked.index) and self._first_closure is None:
-            tracked.sample.take()
+        entry, bad = self._examine(optimizer)
+        if self.recorder.is_detailed(entry.index) and self._first_closure is None:
+            entry.sample.take()
         if bad and self._guard is not None:
-            self._guard.apply(parameters([optimizer]), tracked.step + 1, str(self._since.culprit or "NaN or Inf"))
+            self._guard.apply(parameters([optimizer]), entry.step + 1, str(self._latest.culprit or "NaN or Inf"))
 
     def end_step(self, optimizer: Any) -> None:
         """`optimizer.step()` ended."""
         self._stepping.pop()
         was_guarded = self._guard is not None and self._guard.restore()
         if not self._is_inner():
-            if self._first_closure is not None:  # A step is described by where it began.
-                self._losses, self._since = self._first_closure
+            if self._first_closure is not None:  # The loss and norm of a step are those at its start.
+                self._losses, self._latest = self._first_closure
             is_fused_skip = self._scale is not None and supports_amp_scaling(optimizer) and bool(self._bad(optimizer))
             self._record(optimizer, is_skipped=was_guarded or is_fused_skip)
 
@@ -223,14 +222,14 @@ class StepObserver:
         self.recorder.log(**numbers)
 
     def _is_inner(self) -> bool:
-        """True for a step inside of another: of a control, or of another optimizer."""
+        """True for a step inside another step, of a control or of another optimizer."""
         return any(hasattr(outer, "param_groups") or hasattr(outer, "optimizers") for outer in self._stepping)
 
     # --- numbers ------------------------------------------------------------------------------------------------------
 
     def _measure(self, params: Sequence[Tensor]) -> None:
         """Measures the gradients that were not measured since backward. Waits for the device once."""
-        known = self._since.statistics
+        known = self._latest.statistics
         new = [
             param
             for param in params
@@ -246,7 +245,7 @@ class StepObserver:
 
     def _columns(self, params: Sequence[Tensor]) -> list[tuple[float, ...]]:
         """The statistics of each parameter's gradient; zeros where there is none."""
-        known = self._since.statistics
+        known = self._latest.statistics
         nothing = (0.0,) * len(STATISTICS)
         return [known[id(param)][1] if id(param) in known else nothing for param in params]
 
@@ -258,18 +257,18 @@ class StepObserver:
             param for param, column in zip(params, self._columns(params), strict=True) if column[nan] or column[inf]
         ]
 
-    def _examine(self, optimizer: Any) -> tuple[_Tracked, list[Tensor]]:
+    def _examine(self, optimizer: Any) -> tuple[_OptimizerEntry, list[Tensor]]:
         """Measures an optimizer's gradients and traces NaN and Inf among them."""
-        tracked = self._track(optimizer)
+        entry = self._track(optimizer)
         self._measure(parameters([optimizer]))
         bad = self._bad(optimizer)
-        self._trace(bad, tracked.step + 1, tracked.index, [loss for loss, _ in self._losses])
-        return tracked, bad
+        self._trace(bad, entry.step + 1, entry.index, [loss for loss, _ in self._losses])
+        return entry, bad
 
     def _record(self, optimizer: Any, *, is_skipped: bool) -> None:
         """Writes one step."""
-        tracked = self._track(optimizer)
-        tracked.step += 1
+        entry = self._track(optimizer)
+        entry.step += 1
         params = parameters([optimizer])
         carried = self._scale or 1.0
         columns = {
@@ -278,7 +277,7 @@ class StepObserver:
         }
         nan, inf = int(sum(columns["nan"])), int(sum(columns["inf"]))
         norm: float = math.sqrt(sum(number * number for number in columns["norm"])) / carried
-        clip = next((clip for clip in self._since.clips if not clip.params.isdisjoint(map(id, params))), None)
+        clip = next((clip for clip in self._latest.clips if not clip.params.isdisjoint(map(id, params))), None)
         limit = None
         if clip is not None:
             unit = 1.0 if clip.is_unscaled else carried
@@ -286,11 +285,11 @@ class StepObserver:
             if any(map(is_dtensor, params)):
                 norm = float(clip.norm) / unit
         elif any(map(is_dtensor, params)):
-            norm = math.nan  # The shards of the other ranks are not known here.
+            norm = math.nan  # The shards on the other ranks are not measured.
         fields: dict[str, Any] = {
             "kind": "step",
-            "step": tracked.step,
-            "optimizer": tracked.index,
+            "step": entry.step,
+            "optimizer": entry.index,
             "time": time.time(),
             "scale": self._scale,
             "norm": math.nan if nan else math.inf if inf else norm,
@@ -312,42 +311,42 @@ class StepObserver:
             tensors["lr"] = rate.detach().clone()
         elif isinstance(rate, (int, float)):
             fields["lr"] = float(rate)
-        if self.recorder.is_detailed(tracked.index):
+        if self.recorder.is_detailed(entry.index):
             fields["norms"] = [number / carried for number in columns["norm"]]
-            fields["zeros"] = [count / size for count, size in zip(columns["zeros"], tracked.sample.sizes, strict=True)]
-            tensors["updates"] = tracked.sample.updates()
+            fields["zeros"] = [count / size for count, size in zip(columns["zeros"], entry.sample.sizes, strict=True)]
+            tensors["updates"] = entry.sample.updates()
         self.recorder.step(fields, tensors)
         self._has_stepped = True
         self._note_step()
 
     def _note_step(self) -> None:
         if self.calls is not None:
-            self.calls.note_step(is_finite=self._since.culprit is None and not self._are_weights_corrupt)
+            self.calls.note_step(is_finite=self._latest.culprit is None and not self._are_weights_corrupt)
 
     # --- optimizers and names -----------------------------------------------------------------------------------------
 
-    def _track(self, optimizer: Any) -> _Tracked:
-        """The entry of an optimizer. A new one like another that is gone continues its numbers."""
-        for tracked in self._tracked:
-            if tracked.optimizer() is optimizer:
-                return tracked
+    def _track(self, optimizer: Any) -> _OptimizerEntry:
+        """The entry of an optimizer. An equal optimizer that no longer exists passes its entry to a new one."""
+        for entry in self._entries:
+            if entry.optimizer() is optimizer:
+                return entry
         params = parameters([optimizer])
         signature = type(optimizer), tuple(param.shape for param in params)
-        alike = [tracked for tracked in self._tracked if tracked.signature == signature]
-        # An optimizer that is garbage in a reference cycle still exists, so a number of them counts as gone, too.
-        gone = [tracked for tracked in alike if tracked.optimizer() is None] or alike[: len(alike) // MAX_ALIKE]
-        if gone:
-            gone[0].optimizer, gone[0].sample = weakref.ref(optimizer), WeightSample(params)
-            return gone[0]
+        equal = [entry for entry in self._entries if entry.signature == signature]
+        # Garbage in a reference cycle still exists, so from MAX_ALIKE equal optimizers on the oldest is replaced, too.
+        replaceable = [entry for entry in equal if entry.optimizer() is None] or equal[: len(equal) // MAX_ALIKE]
+        if replaceable:
+            replaceable[0].optimizer, replaceable[0].sample = weakref.ref(optimizer), WeightSample(params)
+            return replaceable[0]
         if not all(map(self._name, params)):
-            self._search_names(params)
+            self._find_names(params)
         names = [self._name(param) or f"param {i}" for i, param in enumerate(params)]
         index = self.recorder.add_optimizer(type(optimizer).__name__, [optimizer], names)
-        tracked = _Tracked(index, weakref.ref(optimizer), signature, WeightSample(params))
-        self._tracked.append(tracked)
-        return tracked
+        entry = _OptimizerEntry(index, weakref.ref(optimizer), signature, WeightSample(params))
+        self._entries.append(entry)
+        return entry
 
-    def _search_names(self, params: Sequence[Tensor]) -> None:
+    def _find_names(self, params: Sequence[Tensor]) -> None:
         if self._searches >= MAX_SEARCHES:
             return
         self._searches += 1
@@ -362,8 +361,8 @@ class StepObserver:
         return name if reference is not None and reference() is param else ""
 
     def _trace(self, bad: list[Tensor], step: int, index: int, losses: list[Tensor]) -> None:
-        """Finds and reports the culprit of a step whose gradients or losses are not finite."""
-        if self.calls is None or self._since.culprit is not None:
+        """Finds and writes the culprit of a step whose gradients or losses are not finite."""
+        if self.calls is None or self._latest.culprit is not None:
             return
         loss_value = next((value for loss in losses for value in nonfinite_values(loss)), "")
         if not bad and not loss_value:
@@ -371,10 +370,10 @@ class StepObserver:
         if self._replays >= MAX_REPLAYS or self._are_weights_corrupt or not (bad or loss_value):
             return
         self._replays += 1
-        optimizers = [optimizer for tracked in self._tracked if (optimizer := tracked.optimizer()) is not None]
+        optimizers = [optimizer for entry in self._entries if (optimizer := entry.optimizer()) is not None]
         names = module_names([*bad, *parameters(optimizers)] if optimizers else bad)
         culprit = find_culprit(self.calls, bad, names, loss_value=loss_value)
-        self._since.culprit = culprit
+        self._latest.culprit = culprit
         self._are_weights_corrupt = culprit.source == "parameter"
         line = {"kind": "culprit", "step": step, "optimizer": index, "rank": self.recorder.rank}
         self.recorder.write({**line, **culprit.to_dict()})

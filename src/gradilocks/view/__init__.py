@@ -1,1 +1,1 @@
-"""Reads run files and shows them: report, watch and ls. Imports neither torch nor the rest of the package."""
+"""Views of run files: report, watch and ls. Imports neither torch nor the rest of the package."""

@@ -1,7 +1,6 @@
-"""The steps of a run as numpy columns, and the numbers that every view shows.
+"""The steps of a run as numpy columns, and the main numbers of a run.
 
-Each number has one definition, in `DEFINITIONS`; the terminal, the page, `watch`, `ls` and `--json` all take it from
-`summarize`.
+`DEFINITIONS` defines the main numbers and `summarize` computes them, for the terminal, the page, `watch` and `--json`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Columns:
 
     optimizer: int
     label: str
-    """The class of the optimizer; with its number if the run has several."""
+    """The class of the optimizer, after its number if the run has several."""
     info: Record
     """The optimizer record; empty if the file has none."""
     step: NDArray[np.int64]
@@ -61,15 +60,15 @@ class Columns:
     nonfinite: Bools
     """The gradients contained NaN or Inf."""
     rank: NDArray[np.int64]
-    """The rank whose gradients were non-finite, where that is not this file's rank; else -1."""
+    """The rank whose gradients were non-finite, if it is not rank 0; else -1."""
     detail: NDArray[np.int64]
     """Row numbers of the steps with numbers per tensor."""
     norms: Floats
-    """Gradient norm: one row per detailed step, one column per tensor; NaN without a gradient. So are the next two."""
+    """Gradient norms: one row per detailed step, one column per tensor; NaN without a gradient."""
     zeros: Floats
-    """Share of elements that are zero."""
+    """Share of zero elements, in the same rows and columns."""
     updates: Floats
-    """Norm of the change divided by the norm of the weights."""
+    """Norm of the change divided by the norm of the weights, in the same rows and columns."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -93,17 +92,17 @@ class Columns:
 
     @property
     def applied(self) -> Bools:
-        """True where the step changed the parameters."""
+        """True where the step was not skipped."""
         return ~self.skipped
 
 
 def columns(run: Run) -> list[Columns]:
-    """The steps of each optimizer that stepped, by its number."""
+    """The steps of each optimizer that stepped, in the order of their numbers."""
     stepped = [optimizer for optimizer in sorted(run.steps) if run.steps[optimizer]]
-    return [_columns(run, optimizer, has_others=len(stepped) > 1) for optimizer in stepped]
+    return [_columns(run, optimizer, is_one_of_several=len(stepped) > 1) for optimizer in stepped]
 
 
-def _columns(run: Run, optimizer: int, *, has_others: bool) -> Columns:
+def _columns(run: Run, optimizer: int, *, is_one_of_several: bool) -> Columns:
     by_step = run.steps[optimizer]
     numbers = sorted(by_step)
     steps = [by_step[number] for number in numbers]
@@ -116,11 +115,11 @@ def _columns(run: Run, optimizer: int, *, has_others: bool) -> Columns:
         (len(step[name]) for step in detailed for name in ("norms", "zeros", "updates") if name in step), default=0
     )
     norms, zeros = _table(detailed, "norms", width), _table(detailed, "zeros", width)
-    # A parameter without a gradient may be recorded as 0 and 0; a gradient of zeros has a share of 1.
+    # Norm 0 with a zero share of 0 means that there is no gradient; a gradient of zeros has a share of 1.
     is_missing = (norms == 0) & (zeros == 0)
     return Columns(
         optimizer=optimizer,
-        label=f"optimizer {optimizer} ({kind})" if has_others else kind,
+        label=f"optimizer {optimizer} ({kind})" if is_one_of_several else kind,
         info=info,
         step=np.array(numbers, dtype=np.int64),
         time=_floats(steps, "time"),
@@ -143,7 +142,7 @@ def _columns(run: Run, optimizer: int, *, has_others: bool) -> Columns:
 
 
 def to_float(value: object) -> float:
-    """A number of a run file; NaN for anything else. The strings "nan", "inf" and "-inf" are numbers."""
+    """A number from a run file, including the strings "nan", "inf" and "-inf"; NaN for anything else."""
     try:
         return math.nan if value is None else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -167,12 +166,12 @@ def _table(steps: Sequence[Record], name: str, width: int) -> Floats:
     return table
 
 
-# --- numbers that every view shows ------------------------------------------------------------------------------------
+# --- main numbers -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The main numbers of one optimizer's steps; NaN or None where there are none."""
+    """The main numbers of one optimizer's steps; NaN or None where a number does not exist."""
 
     optimizer: str
     steps: int
@@ -186,9 +185,9 @@ class Summary:
     typical_norm: float
     skipped: int
     rejected: int
-    """Of the skipped steps, those that a clip policy rejected."""
+    """Number of skipped steps that a clip policy rejected."""
     applied_nonfinite: int
-    """Steps that were applied with NaN or Inf in the gradients."""
+    """Number of steps that were applied with NaN or Inf in the gradients."""
     clipped_share: float
     """NaN if no step had a limit or was clipped."""
     first_scale: float
@@ -203,7 +202,7 @@ class Summary:
 
 
 def json_number(value: Any) -> Any:
-    """A value that JSON can hold: NaN and Inf become the strings of the run file, numpy numbers Python's."""
+    """A value for JSON: NaN and Inf become strings, as in run files; numpy numbers become Python numbers."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -241,7 +240,7 @@ def summarize(run: Run, steps: Columns) -> Summary:
 
 
 def facts(run: Run, summary: Summary) -> dict[str, str]:
-    """The main numbers as text, by the names of `DEFINITIONS`; numbers that the run does not have are left out."""
+    """The main numbers as text, by the names of `DEFINITIONS`; numbers that do not exist are left out."""
     shown = {"steps": f"{summary.steps:,}"}
     if not math.isnan(summary.first_loss):
         ending = "" if summary.last_loss_is_finite else ", then NaN or Inf"

@@ -19,13 +19,13 @@ from gradilocks.view.text import clean, number, percent, scale_text, shorten
 __all__ = ["figure", "thin"]
 
 COLORS = ("#2a78d6", "#e0701a", "#1c9c78", "#b14a9a", "#a8830f", "#6a5acd", "#c0504d", "#5b8a3c")
-"""One per curve; readable on white and on black."""
+"""One per curve; legible on white and on black."""
 CURVE_HEIGHT, MARKS_HEIGHT, ROW_HEIGHT = 190, 26, 15
 """Pixels of a panel with curves, of one line of marks, and of one row of a heat map."""
-MOST_CURVES = len(COLORS)
+MAX_CURVES = len(COLORS)
 NORM_AND_LIMIT = "Gradient norm (dotted: limit)"
-MOST_ROWS = 60
-"""Rows of a heat map; of more tensors those with the largest values are shown."""
+MAX_ROWS = 60
+"""Rows of a heat map; it shows the tensors with the largest values."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Panel:
 def figure(runs: Sequence[Run], names: Sequence[str]) -> go.Figure | None:
     """All plots of the runs, one below the other; None if there is nothing to plot.
 
-    Curves that are constant in all runs are left out. Heat maps of single tensors are drawn for one run only.
+    Panels whose values are constant in all runs are left out. Heat maps are drawn only for one run with one optimizer.
     """
     curves = _curves(runs, names)
     has_limit = any(np.isfinite(curve.steps.limit).any() for curve in curves)
@@ -105,9 +105,9 @@ def _stack(panels: list[Panel], *, has_legend: bool) -> go.Figure:
 
 
 def _curves(runs: Sequence[Run], names: Sequence[str]) -> list[Curve]:
-    """The optimizers with the most steps of each run, at most `MOST_CURVES` in all."""
+    """The optimizers with the most steps in each run, about `MAX_CURVES` in total but at least one per run."""
     found: list[tuple[str, Columns]] = []
-    most = max(1, MOST_CURVES // max(1, len(runs)))
+    most = max(1, MAX_CURVES // max(1, len(runs)))
     for run, name in zip(runs, names, strict=True):
         all_steps = columns(run)
         longest = sorted(all_steps, key=lambda steps: -len(steps))[:most]
@@ -126,7 +126,7 @@ def _curve_panel(
     *,
     is_stair: bool = False,
 ) -> Panel | None:
-    """One curve per optimizer; None if there is no number or all are the same."""
+    """One curve per optimizer; None if there are fewer than two values or all are equal."""
     finite = [values[np.isfinite(values)] for values in (values_of(curve.steps) for curve in curves)]
     pooled = np.concatenate(finite) if finite else np.array([])
     if len(pooled) < 2 or np.ptp(pooled) == 0:
@@ -186,7 +186,7 @@ def _label_powers_of_two(fig: go.Figure, row: int, scales: Floats) -> None:
 
 
 def _event_panel(curves: Sequence[Curve]) -> Panel | None:
-    """Marks at clipped, rejected, skipped and bad steps."""
+    """Marks at clipped, rejected, skipped and corrupting steps."""
     kinds: list[tuple[str, Callable[[Columns], NDArray[np.bool_]]]] = [
         ("clipped", lambda steps: steps.clipped),
         ("rejected", lambda steps: steps.rejected),
@@ -201,7 +201,7 @@ def _event_panel(curves: Sequence[Curve]) -> Panel | None:
         for name, of in shown:
             for curve in curves:
                 at = curve.steps.step[of(curve.steps)]
-                # Beyond 2,000 marks neighbours cover each other.
+                # More than 2,000 marks would overlap.
                 at = at[:: len(at) // 2000 + 1]
                 marker = {"symbol": "line-ns-open", "size": 9, "color": curve.color}
                 hover = f"{name} in step %{{x}}<extra>{curve.name}</extra>"
@@ -221,7 +221,7 @@ def _event_panel(curves: Sequence[Curve]) -> Panel | None:
 
 
 def _mean_zeros(steps: Columns) -> Floats:
-    """Mean share of zero elements over the tensors, in the rows of the steps; NaN between detailed steps."""
+    """Share of zero elements at each step, averaged over the tensors; NaN at steps without detail."""
     values = np.full(len(steps), np.nan)
     known = ~np.isnan(steps.zeros).all(axis=1)
     values[steps.detail[known]] = np.nanmean(steps.zeros[known], axis=1)
@@ -229,7 +229,7 @@ def _mean_zeros(steps: Columns) -> Floats:
 
 
 def _metric_panels(runs: Sequence[Run], names: Sequence[str], *, most: int = 8) -> list[Panel | None]:
-    """One panel per logged metric, for the first few."""
+    """One panel for each of the first `most` logged metrics."""
     metrics = list(dict.fromkeys(name for run in runs for log in run.logs for name in log["values"]))[:most]
     return [_metric_panel(runs, names, metric) for metric in metrics]
 
@@ -264,15 +264,15 @@ def _log10(values: Floats) -> Floats:
 
 
 def _heat_panel(steps: Columns, caption: str, values: Floats) -> Panel | None:
-    """One row per tensor, the first tensor on top; None if all values are the same or a single tensor has them."""
+    """One row per tensor, the first tensor on top; None for one tensor, for one step, or if all values are equal."""
     finite = values[np.isfinite(values)]
     rows = np.flatnonzero(np.isfinite(values).any(axis=0))
     if len(rows) < 2 or len(values) < 2 or np.ptp(finite) == 0:
         return None
-    if len(rows) > MOST_ROWS:
-        largest = np.argsort(-np.nanmax(values[:, rows], axis=0), kind="stable")[:MOST_ROWS]
+    if len(rows) > MAX_ROWS:
+        largest = np.argsort(-np.nanmax(values[:, rows], axis=0), kind="stable")[:MAX_ROWS]
         rows = np.sort(rows[largest])
-        caption += f" ({MOST_ROWS} largest)"
+        caption += f" ({MAX_ROWS} largest)"
     every = -(-len(values) // 500)
     names = [html.escape(clean(steps.names[i])) for i in rows]
     short = [html.escape(shorten(clean(name), 18)) for name in _without_common_prefix([steps.names[i] for i in rows])]
@@ -296,14 +296,14 @@ def _heat_panel(steps: Columns, caption: str, values: Floats) -> Panel | None:
 
 
 def _without_common_prefix(names: list[str]) -> list[str]:
-    """The names without the dotted parts with which all of them begin."""
+    """The names without the leading dotted parts that all of them share."""
     while all("." in name for name in names) and len({name.partition(".")[0] for name in names}) == 1:
         names = [name.partition(".")[2] for name in names]
     return names
 
 
 def thin(x: NDArray[np.generic], y: Floats, bins: int = 1000) -> tuple[NDArray[np.generic], Floats]:
-    """At most two points per bin, the lowest and the highest, and the first and last point: no extreme is lost."""
+    """The lowest and the highest point of each bin, and the first and last point, so that no extreme is lost."""
     if len(x) <= 2 * bins:
         return x, y
     parts = np.array_split(np.arange(len(y)), bins)

@@ -1,9 +1,9 @@
-"""Findings: what is wrong with a run, and the verdict on it.
+"""Findings about a run, and its verdict.
 
-Rules are ordered in tiers. A problem in one tier ends the search: what later rules would see follows from it.
-Thresholds are chosen so that the healthy runs of the tests, which are of many kinds, raise no alarm.
+Rules are ordered in tiers. A problem in one tier ends the search: later rules would find its consequences. Thresholds
+are chosen so that the many kinds of healthy runs in the tests cause no problem or warning.
 
-Sentences are templates, filled from the numbers that the finding carries, so a sentence cannot contradict its numbers.
+Titles and texts are templates, filled with the numbers of the finding, so that they cannot contradict each other.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Rows = NDArray[np.int64]
 Severity = Literal["problem", "warning", "note"]
 
 SKIP_ADVICE = "`gradilocks run --guard skip` or a GradientControl skips such steps."
-SETTLING = 50
-"""Steps in which a dynamic scale may still search: from 2^16 it takes up to 16 skips, and more from a larger scale."""
+SCALE_SEARCH_STEPS = 50
+"""Steps in which a dynamic scale may still be falling from its first value: from 2^16 to 1 takes 16 skips."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class Finding:
     """One observation about a run."""
 
     rule: str
-    """The name of the rule, a heading in the documentation."""
+    """The name of the rule, as listed in docs/report.md."""
     severity: Severity
-    """problem: the training is broken; warning: look at it; note: good to know."""
+    """problem: the training is broken; warning: check it; note: for information."""
     title: str
     text: str
-    """The evidence, then what to do."""
+    """The evidence, then the advice."""
     numbers: dict[str, float] = field(default_factory=dict)
     """The numbers in title and text, by name."""
     step: int | None = None
-    """The first step concerned."""
+    """The first affected step."""
     culprit: str | None = None
-    """The origin of NaN or Inf, or the tensor concerned."""
+    """The origin of NaN or Inf, or the affected tensor."""
     optimizer: int | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Verdict:
     severity: Literal["ok", "warning", "problem"]
 
 
-class _Shown:
+class _TemplateNumber:
     """A number in a template: `{x}` formats it by its name, `{x:step}` adds the noun."""
 
     def __init__(self, name: str, value: float) -> None:
@@ -87,23 +87,23 @@ def _finding(
     rule: str = "",
     culprit: str | None = None,
 ) -> Finding:
-    """Fills the templates from the values; `step` among them is the first step concerned."""
+    """Fills the templates with the values; the value `step` is the first affected step."""
     plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
     numbers = {name: value for name, value in plain.items() if not isinstance(value, str)}
-    shown = {**plain, **{name: _Shown(name, value) for name, value in numbers.items()}}
+    shown = {**plain, **{name: _TemplateNumber(name, value) for name, value in numbers.items()}}
     title, text = title.format_map(shown), text.format_map(shown)
     return Finding(rule, severity, title, text, numbers, step=numbers.get("step"), culprit=culprit)
 
 
 @dataclass(frozen=True)
 class Case:
-    """The steps of one optimizer, as the rules get them."""
+    """The steps of one optimizer and their summary, the input of the rules."""
 
     run: Run
     steps: Columns
     summary: Summary
-    has_others: bool
-    """True if the run has several optimizers: one may raise the loss that another lowers."""
+    is_one_of_several: bool
+    """True if the run has several optimizers. One of them may raise the loss that another lowers, as in a GAN."""
 
     def step(self, row: int | np.int64) -> int:
         """The step number of a row."""
@@ -116,8 +116,8 @@ def find(run: Run) -> list[Finding]:
     all_steps = columns(run)
     found: list[Finding] = []
     for steps in all_steps:
-        found += _search(Case(run, steps, summarize(run, steps), has_others=len(all_steps) > 1))
-    found += _ending(run)
+        found += _search(Case(run, steps, summarize(run, steps), is_one_of_several=len(all_steps) > 1))
+    found += _end_findings(run)
     order = {"problem": 0, "warning": 1, "note": 2}
     return sorted(found, key=lambda finding: order[finding.severity])
 
@@ -128,7 +128,7 @@ def _search(case: Case) -> list[Finding]:
         for rule in tier:
             finding = rule(case)
             if finding is not None:
-                title = f"{case.steps.label}: {finding.title}" if case.has_others else finding.title
+                title = f"{case.steps.label}: {finding.title}" if case.is_one_of_several else finding.title
                 found.append(replace(finding, rule=rule.__name__, title=title, optimizer=case.steps.optimizer))
         if any(finding.severity == "problem" for finding in found):
             break
@@ -136,15 +136,15 @@ def _search(case: Case) -> list[Finding]:
 
 
 def verdict(run: Run, findings: list[Finding] | None = None) -> Verdict:
-    """One sentence about a run: its first problem or warning with the culprit, or that there is none."""
+    """One sentence about a run: its worst finding with the culprit, or that there is no problem."""
     findings = find(run) if findings is None else findings
     worst = findings[0] if findings else None
     if worst is not None and worst.severity != "note":
-        # With several optimizers, the gradients of one are the first to be bad.
+        # With several optimizers, the earliest culprit is the cause.
         explained = [f for f in findings if f.rule in NONFINITE_RULES and f.culprit]
         is_explained = explained and worst.rule in (*NONFINITE_RULES, "diverged")
         where = f"; {min(explained, key=lambda finding: finding.step or 0).culprit}" if is_explained else ""
-        return Verdict(f"{worst.severity.capitalize()}: {worst.title}{where}.", worst.severity)
+        return Verdict(f"{worst.severity.capitalize()}: {worst.title.rstrip('.')}{where}.", worst.severity)
     summaries = [summarize(run, steps) for steps in columns(run)]
     steps = count(max(summary.steps for summary in summaries), "step")
     if len(summaries) > 1:
@@ -156,15 +156,14 @@ def verdict(run: Run, findings: list[Finding] | None = None) -> Verdict:
     return Verdict(f"{word} {steps}, loss {number(first)} → {number(final)}.", "ok")
 
 
-# --- tier 1: the loss or the weights are lost -------------------------------------------------------------------------
+# --- tier 1: NaN, Inf, divergence -------------------------------------------------------------------------------------
 
 
 def diverged(case: Case) -> Finding | None:
-    """The loss rose a hundredfold with the gradient norm or the updates, or tenfold without coming back.
+    """The loss rose a hundredfold together with the gradient norm or the updates, or tenfold without recovering.
 
     In healthy runs with moving targets (reinforcement learning) the loss may rise a hundredfold, but the norm only
-    tenfold. When a task gets harder both may rise, but not the updates. With several optimizers, the loss that one of
-    them raises may be another's success.
+    tenfold. When a task gets harder both may rise, but not the updates.
     """
     steps, rows, first, final = case.steps, case.steps.finite_loss, case.summary.first_loss, case.summary.final_loss
     if len(rows) < 3 or not steps.applied.any():
@@ -174,27 +173,29 @@ def diverged(case: Case) -> Finding | None:
     is_replaced = _weights_are_replaced(steps)
     early, tenth = max(1, len(rows) // 20), max(1, len(rows) // 10)
     late_mean = losses[len(losses) // 2 :].mean()
-    # On the way to NaN the loss grows with every step, so the last few show how far it came.
+    # Before NaN the loss grows at every step, so its last values count.
     level = losses[-3:].max() if ends_lost else np.median(losses[-tenth:])
     usual = max(abs(first), float(np.median(np.abs(losses[:early]))))
     if is_replaced:
-        # Such a model is thrown from batch to batch: some losses are small, and only their mean is large.
+        # Some losses of such a model are small, so their mean counts.
         usual, level = abs(first), max(level, late_mean)
     norm_grew = median(norms[-tenth:]) >= 30 * median(norms[:early]) > 0 and _largest_update(steps) >= 0.05
-    is_problem = level >= (1e4 if case.has_others else 100) * usual > 0 and (norm_grew or is_replaced or ends_lost)
-    # With normalization layers nothing overflows when the weights are replaced, and yet nothing is learned.
-    stays_high = is_replaced and not case.has_others and 0 < first < min(final, float(np.median(losses[-5:])))
+    is_problem = level >= (1e4 if case.is_one_of_several else 100) * usual > 0 and (
+        norm_grew or is_replaced or ends_lost
+    )
+    # With normalization layers nothing overflows when the weights are replaced, but nothing is learned.
+    stays_high = is_replaced and not case.is_one_of_several and 0 < first < min(final, float(np.median(losses[-5:])))
     if not is_problem and not (stays_high and losses.max() >= 10 * first):
         return None
     row = int(rows[_rise(losses, 10 * usual)])
     cause, numbers = _cause_of_rise(case, row)
     return _finding(
         "problem" if is_problem else "warning",
-        ("The loss diverged" if is_problem else "The loss rose and did not come back")
+        ("The loss diverged" if is_problem else "The loss rose and did not recover")
         + ": first {first_loss}, highest {highest_loss}, final {final_loss}"
         + (", mean of the second half {late_mean}" if final < first and not ends_lost else "")
         + (", then NaN or Inf" if ends_lost else ""),
-        "It rose from step {step} on. "
+        "The rise began at step {step}. "
         + cause
         + (" Continue from a checkpoint before step {step}." if row >= 10 else ""),
         values={
@@ -209,7 +210,7 @@ def diverged(case: Case) -> Finding | None:
 
 
 def _rise(losses: Floats, bound: float) -> int:
-    """Index of the first loss above a bound from which on most losses are."""
+    """Index of the first loss above a bound after which most losses are above it."""
     above = losses > bound
     share = np.cumsum(above[::-1])[::-1] / np.arange(len(above), 0, -1)
     candidates = np.flatnonzero(above & (share > 0.5))
@@ -217,26 +218,26 @@ def _rise(losses: Floats, bound: float) -> int:
 
 
 def _cause_of_rise(case: Case, row: int) -> tuple[str, dict[str, float]]:
-    """A template on the likely cause of a rise of the loss: the learning rate, or a batch; and its numbers."""
+    """A template for the likely cause of a rise (learning rate or batch) and its numbers."""
     loss, lr = case.steps.loss, case.steps.lr
     old, new = median(lr[max(0, row - 30) : max(0, row - 10)]), float(np.max(lr[max(0, row - 3) : row + 1]))
     before = median(loss[max(0, row - 10) : row])
     numbers = {"old_lr": old, "new_lr": new, "loss_before": before, "loss_at_rise": loss[row]}
     rate = "" if math.isnan(new) else " ({new_lr})"
     if new >= 2 * old > 0:
-        cause = "The learning rate had just risen from {old_lr} to {new_lr}: lower its peak, or lengthen the warm-up."
+        cause = "The learning rate had just risen from {old_lr} to {new_lr}: lower its peak or lengthen the warm-up."
     elif row >= 10 and loss[row] >= 100 * before > 0 and before <= 3 * case.summary.first_loss:
         cause = "It rose in one step, from about {loss_before} to {loss_at_rise}: check the batch of that step first, "
-        cause += f"then the learning rate{rate}. ClipByNorm or SkipSpikes limits what one batch can do."
+        cause += f"then the learning rate{rate}. ClipByNorm or SkipSpikes limits the effect of one batch."
     else:
-        cause = f"Lower the learning rate{rate} to a tenth, or try a longer warm-up or a limit on the norm."
+        cause = f"Lower the learning rate{rate} to a tenth, lengthen the warm-up, or clip the norm."
     return cause, numbers
 
 
 def _weights_are_replaced(steps: Columns) -> bool:
     """True if one step changed a third of the weights by more than their own norm.
 
-    Weights that begin at zero have a ratio of 1 or Inf in their first step, and biases often begin there.
+    Biases are left out: they often begin at zero, where the ratio is Inf.
     """
     updates = steps.updates[:, _weights(steps)]
     return updates.size > 0 and bool(((updates >= 1.5) & np.isfinite(updates)).mean(axis=1).max() >= 1 / 3)
@@ -289,7 +290,7 @@ def corrupt_weights(case: Case) -> Finding | None:
 
 
 def nonfinite_loss(case: Case) -> Finding | None:
-    """The loss was NaN or Inf, and that did not get into the weights."""
+    """The loss was NaN or Inf, but no step was applied with NaN or Inf in the gradients."""
     steps = case.steps
     rows = np.flatnonzero(steps.lost_loss)
     if not len(rows) or (steps.nonfinite & steps.applied).any():
@@ -313,14 +314,14 @@ def nonfinite_loss(case: Case) -> Finding | None:
 def skipped_steps(case: Case) -> Finding | None:
     """Steps were skipped for NaN or Inf in the gradients while the loss was finite.
 
-    After a dynamic scale has settled, torch's rule costs one step in 2,000.
+    With torch's default rule a dynamic scale causes about one skip in 2,000 steps.
     """
     steps = case.steps
     rows = np.flatnonzero(steps.skipped & ~steps.rejected & ~steps.lost_loss)
     if not len(rows):
         return None
-    late = int((rows >= SETTLING).sum())
-    late_share = late / max(1, len(steps) - SETTLING) if late >= 3 else 0.0
+    late = int((rows >= SCALE_SEARCH_STEPS).sum())
+    late_share = late / max(1, len(steps) - SCALE_SEARCH_STEPS) if late >= 3 else 0.0
     longest = max(len(part) for part in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1))
     scale = steps.scale[rows[-1]]
     has_scale = bool((steps.scale[rows] > 1).any())
@@ -348,7 +349,7 @@ def skipped_steps(case: Case) -> Finding | None:
         severity,
         "{skipped} of {steps:step} ({skipped_share}) skipped for NaN or Inf in the gradients"
         + (" while the loss was finite" if steps.lost_loss.any() else ""),
-        "The first was step {step}, the longest streak {longest:step}. {origin}" + advice,
+        "First: step {step}; longest streak: {longest:step}. {origin}" + advice,
         values={
             "step": case.step(rows[0]),
             "skipped": len(rows),
@@ -366,16 +367,16 @@ NONFINITE_RULES = ("corrupt_weights", "nonfinite_loss", "skipped_steps")
 
 
 def _lost_since(steps: Columns) -> int | None:
-    """Row since which every recorded loss is NaN or Inf; None if the last one is finite."""
+    """First row of the NaN or Inf losses at the end of a run; None if the last loss is finite."""
     known, finite = np.flatnonzero(steps.has_loss), steps.finite_loss
     later = known[known > finite[-1]] if len(finite) else known
     return int(later[0]) if len(later) else None
 
 
 def _origin(case: Case, rows: Rows) -> tuple[str, str | None]:
-    """The origin of the NaN or Inf in these steps: a sentence, and the culprit where it is known.
+    """The origin of the NaN or Inf in these steps: a sentence, and the culprit if it is known.
 
-    The first step that has a culprit record counts, with the rank that knows it.
+    Uses the first step with a culprit record, and the record of a rank that found the origin.
     """
     by_step: dict[int, list[Record]] = {}
     for key in sorted(case.run.culprits):
@@ -398,7 +399,7 @@ def _origin(case: Case, rows: Rows) -> tuple[str, str | None]:
 def no_gradient(case: Case) -> Finding | None:
     """No parameter has a gradient, or all gradients are zero although the loss is not.
 
-    A hinge or triplet loss that is solved is zero, and so are its gradients.
+    A hinge or triplet loss is zero once every example satisfies it, and so are its gradients.
     """
     steps = case.steps
     if len(steps) < 5:
@@ -407,10 +408,10 @@ def no_gradient(case: Case) -> Finding | None:
     is_detailed = len(steps.detail) > 0 or np.isnan(steps.norm).all()
     if not has_norm and is_detailed and not (steps.nonfinite | steps.skipped).any():
         return _finding(
-            "warning" if case.has_others else "problem",
+            "warning" if case.is_one_of_several else "problem",
             "No parameter had a gradient in {steps:step}",
-            "backward() was not called or did not reach these parameters: they are detached or frozen, or belong to "
-            "another model.",
+            "backward() was not called or did not reach these parameters. They may be detached, frozen, or of another "
+            "model.",
             values={"step": case.step(0), "steps": len(steps)},
         )
     zero = steps.applied & (steps.norm == 0)
@@ -421,19 +422,19 @@ def no_gradient(case: Case) -> Finding | None:
         "problem",
         "All gradients are zero in {zero_share} of the steps"
         + (", and the loss is not" if (steps.loss[unsolved] != 0).all() and steps.has_loss.all() else ""),
-        "The first was step {step}. Units may be dead, or the loss multiplied by zero or clamped. In float16 small "
+        "First: step {step}. Units may be dead, or the loss is clamped or multiplied by zero. In float16 small "
         "gradients are rounded to zero: use loss scaling.",
         values={"step": case.step(np.flatnonzero(unsolved)[0]), "zero_share": unsolved.mean()},
     )
 
 
 def _is_solved(case: Case) -> NDArray[np.bool_]:
-    """True where the loss had fallen to a hundredth of the first: then there is little left to learn."""
+    """True where the loss is at most a hundredth of the first: zero gradients are normal there."""
     return np.asarray(np.abs(case.steps.loss) <= 0.01 * abs(case.summary.first_loss))
 
 
 def unchanged_weights(case: Case) -> Finding | None:
-    """There are gradients, steps are applied, and the weights stay as they are."""
+    """Steps with gradients are applied, but the weights do not change."""
     steps, rows = case.steps, case.steps.detail
     moves = (np.nan_to_num(steps.updates) != 0).any(axis=1)
     has_gradient = steps.applied & (steps.norm > 0) & ~_is_solved(case)
@@ -453,14 +454,14 @@ def unchanged_weights(case: Case) -> Finding | None:
             values={"measured": int(measured.sum()), "step": case.step(0), "lr": 0.0},
         )
     resting = np.flatnonzero((steps.lr == 0) & steps.applied)
-    # The recorded rate is that of the first param group, and others may train: only the updates tell.
+    # The recorded rate is that of the first param group; the updates show whether others train.
     at_rest = np.isin(rows, resting) & measured
     if len(resting) < max(10, 0.1 * len(steps)) or at_rest.sum() < 3 or moves[at_rest].any():
         return None
     return _finding(
         "warning",
         "The learning rate was {lr} in {resting:step}, which changed no weight",
-        "The first was step {step}, the last step {last_step}. Check whether the schedule ends before the training.",
+        "First: step {step}; last: step {last_step}. Check whether the schedule ends before the training.",
         values={
             "lr": 0.0,
             "resting": len(resting),
@@ -473,8 +474,8 @@ def unchanged_weights(case: Case) -> Finding | None:
 def clipped_before_unscale(case: Case) -> Finding | None:
     """Gradients were clipped while they carried the loss scale, though their norm was below the limit.
 
-    The recorded limit is the one that the clip had for unscaled gradients: `max_norm / scale`. A script that multiplies
-    `max_norm` by the scale does not clip to a thousandth.
+    The recorded limit is in units of unscaled gradients: `max_norm / scale`. A script that multiplies `max_norm` by the
+    scale is correct, and its limit is not a thousandth of the norm.
     """
     steps = case.steps
     max_norm = steps.limit * steps.scale
@@ -499,14 +500,14 @@ def clipped_before_unscale(case: Case) -> Finding | None:
     )
 
 
-# --- tier 3: it trains, but look at this ------------------------------------------------------------------------------
+# --- tier 3: warnings of a run that trains ----------------------------------------------------------------------------
 
 
 def missing_zero_grad(case: Case) -> Finding | None:
-    """Gradients are never cleared, so that each contains all earlier ones.
+    """Gradients are never cleared, so that they add up.
 
-    Such a sum grows by at most one gradient per step, smoothly, and hardly ever falls. Norms of single batches differ
-    by a tenth and more.
+    The norm of such a sum grows smoothly, by at most one gradient per step, and hardly ever falls. Norms of single
+    batches differ by a tenth and more.
     """
     steps = case.steps
     norm = steps.norm[steps.applied]
@@ -537,57 +538,57 @@ def missing_zero_grad(case: Case) -> Finding | None:
 
 
 def _adds_up(norm: Floats) -> bool:
-    """True if every norm is the one before plus about one gradient."""
+    """True if every norm exceeds the previous one by at most about one gradient."""
     return bool(((norm[1:] >= 0.98 * norm[:-1]) & (np.diff(norm) <= 1.5 * norm[0])).all())
 
 
 def _adds_up_to_limit(norm: Floats, limits: Floats) -> bool:
-    """True if a sum of gradients rises to a fixed limit and then stays just above it, where the clip holds it."""
+    """True if a sum of gradients rises to a fixed limit and then remains just above it, because each step clips it."""
     limit, first = limits[0], norm[0]
     above = np.flatnonzero(norm > limit)
     if not ((limits == limit).all() and len(above) and first <= 0.75 * limit and norm[1] >= 1.25 * first):
         return False
-    rise, held = norm[: above[0] + 1], norm[above[0] + 1 :]
-    return len(held) >= 30 and _adds_up(rise) and bool(((held > limit) & (held <= limit + 3 * first)).all())
+    rise, rest = norm[: above[0] + 1], norm[above[0] + 1 :]
+    return len(rest) >= 30 and _adds_up(rise) and bool(((rest > limit) & (rest <= limit + 3 * first)).all())
 
 
 def not_learning(case: Case) -> Finding | None:
-    """The loss did not move beyond its noise, though a fall by a tenth would have been visible.
+    """The loss did not change beyond its noise, although a change by a tenth would have been visible.
 
-    An alarm only if the size of the updates explains it: the loss also stays level while a curriculum gets harder, or
+    A warning only if the size of the updates explains it: the loss is also constant while a curriculum gets harder, or
     when training continues from good weights.
     """
     steps = case.steps
     losses = steps.loss[steps.applied & np.isfinite(steps.loss)]
-    if len(losses) < 100 or case.has_others or losses.min() <= 0 <= losses.max() or _is_warming_up(steps):
+    if len(losses) < 100 or case.is_one_of_several or losses.min() <= 0 <= losses.max() or _is_warming_up(steps):
         return None
     x = np.arange(len(losses)) - (len(losses) - 1) / 2
     slope = np.dot(x, losses - losses.mean()) / np.dot(x, x)
     noise = np.sqrt(np.mean((losses - losses.mean() - slope * x) ** 2))
     moved, error = abs(slope) * len(losses), noise * len(losses) / np.sqrt(np.dot(x, x))
     tenths = np.array([part.mean() for part in np.array_split(losses, 10)])
-    # Means of ten windows lie 3.1 standard errors apart by chance, and hardly ever 5.
+    # By chance, the means of ten windows span 3.1 standard errors on average, and hardly ever 5.
     is_wavy = np.ptp(tenths) > 5 * noise / math.sqrt(len(losses) / 10)
     level = abs(np.median(losses))
     if moved > 2 * error or is_wavy or noise > 0.3 * level or moved + 3 * error > 0.1 * level:
         return None
-    # Weights with zero gradients do not move at any learning rate.
+    # Weights with zero gradients do not change at any learning rate.
     updates = np.where(steps.norms > 0, steps.updates, np.nan)[:, _weights(steps)]
     update = median(updates) if len(updates) >= 3 else math.nan
     rate = "learning rate" if np.isnan(steps.lr).all() else "learning rate ({typical_lr})"
-    size = "A step changes a weight tensor by {update} of its norm, where about 0.001 is usual: the " + rate
+    size = "A step changes a weight tensor by {update} of its norm (usual: about 0.001): the " + rate
     reason = ""
     if update < 1e-5:
         reason = size + " is too small."
         if (steps.scale > 1).any() and case.summary.clipped_share > 0.9:
-            reason += " Or the gradients are clipped before they are unscaled."
+            reason += " Or gradients are clipped before they are unscaled."
     elif update > 0.1:
         reason = size + " is too high."
     return _finding(
         "warning" if reason else "note",
         "The loss did not change beyond its noise in {losses:step}",
-        "Its mean was {first_tenth} in the first tenth of the steps, {last_tenth} in the last; the noise is {noise}. "
-        + (reason or "Check that inputs and targets belong together. Trained weights may have nothing left to learn."),
+        "Its mean was {first_tenth} in the first tenth of the steps and {last_tenth} in the last; its noise is "
+        "{noise}. " + (reason or "Check that inputs match their targets. Or the weights were trained already."),
         values={
             "losses": len(losses),
             "first_tenth": tenths[0],
@@ -606,10 +607,10 @@ def _is_warming_up(steps: Columns) -> bool:
 
 
 def zero_gradients(case: Case) -> Finding | None:
-    """Most elements of the gradients of some tensors are exactly zero: dead units, or underflow.
+    """Most gradient elements of some tensors are exactly zero: dead units, or underflow.
 
-    Embeddings, experts and sparse models have such gradients in health, so it is an alarm only for half of the tensors
-    and a loss that did not fall.
+    This is normal for embeddings, experts and sparse models, so it is a warning only if half of the tensors are
+    affected and the loss did not fall.
     """
     steps = case.steps
     rows = steps.norm[steps.detail] > 0
@@ -631,11 +632,10 @@ def zero_gradients(case: Case) -> Finding | None:
         "The gradients of {tensors} of {weights:weight tensor} are mostly zero",
         "{names}: in a typical step {zero_share} of the elements of {worst} are zero. "
         + (
-            "In float16 small gradients are rounded to zero: use loss scaling, or a larger scale. Otherwise units are "
-            "dead, often from a learning rate that is too high."
+            "In float16 small gradients are rounded to zero: use loss scaling, or a larger scale. Otherwise units may "
+            "be dead, often from a learning rate that is too high."
             if is_alarm
-            else "That is normal for embeddings, experts and other sparsely used parameters; elsewhere units may be "
-            "dead."
+            else "This is normal for embeddings, experts and other sparsely used parameters; other units may be dead."
         ),
         values={
             "tensors": len(names),
@@ -673,7 +673,7 @@ def spikes(case: Case) -> Finding | None:
 
 
 def _spikes(norm: Floats, *, window: int = 100, apart: int = 20) -> dict[int, float]:
-    """Rows of spikes, at most one in `apart` steps, and how many times the median of the window before they are."""
+    """Rows of spikes, at most one in `apart` steps, with their ratios to the median of the preceding window."""
     found: dict[int, float] = {}
     last = -apart
     smallest = norm[np.isfinite(norm) & (norm > 0)].min(initial=np.inf)
@@ -683,7 +683,7 @@ def _spikes(norm: Floats, *, window: int = 100, apart: int = 20) -> dict[int, fl
         if len(recent) < 30:
             continue
         usual = float(np.median(recent))
-        # With one sample per batch some norms are a hundred times others, and none of them is a spike.
+        # With one sample per batch norms vary a hundredfold without spikes.
         spread = float(np.median(np.abs(np.log(recent / usual))))
         if norm[row] <= usual * max(10.0, math.exp(min(6 * spread, 700.0))):
             continue
@@ -695,7 +695,7 @@ def _spikes(norm: Floats, *, window: int = 100, apart: int = 20) -> dict[int, fl
 
 
 def _largest_tensor(steps: Columns, row: int) -> str:
-    """Names the tensor with the largest gradient in a step, where it is recorded."""
+    """The tensor with the largest gradient in a step, as the end of a sentence; "" if it is not recorded."""
     where = np.flatnonzero(steps.detail == row)
     if not len(where) or np.isnan(steps.norms[where[0]]).all():
         return ""
@@ -711,8 +711,8 @@ def rejected_steps(case: Case) -> Finding | None:
     return _finding(
         "warning" if is_alarm else "note",
         "The clip policy rejected {rejected} of {steps:step} ({rejected_share})",
-        "The first was step {step}."
-        + (" So many are not outliers: raise the threshold, or clip instead of rejecting." if is_alarm else ""),
+        "First: step {step}."
+        + (" These are too many for outliers: raise the threshold, or clip instead of rejecting." if is_alarm else ""),
         values={
             "rejected": len(rows),
             "steps": len(case.steps),
@@ -733,9 +733,9 @@ def constant_clipping(case: Case) -> Finding | None:
         "{clipped_share} of the applied steps were clipped",
         "The typical norm is {typical_norm}, the limit {limit}. "
         + (
-            "Adam divides by the size of the gradients, so this changes little."
+            "Adam normalizes the gradients, so this changes little."
             if is_adaptive
-            else "The limit, not the gradient, sets the length of nearly every step: it acts as a second learning rate."
+            else "The limit determines the length of nearly every step: it acts as a second learning rate."
         ),
         values={
             "clipped_share": case.summary.clipped_share,
@@ -751,7 +751,7 @@ def unused_parameters(case: Case) -> Finding | None:
     unused = [steps.names[i] for i in np.flatnonzero(np.isnan(steps.norms).all(axis=0))]
     if len(steps.detail) < 3 or not 0 < len(unused) < len(steps.names):
         return None
-    text = "{names}: frozen, or not used for the loss."
+    text = "{names}: frozen, or not used in the loss."
     title = "{parameters:parameter} never had a gradient"
     return _finding(
         "note", title, text, values={"parameters": len(unused), "names": some_of(unused)}, culprit=unused[0]
@@ -768,26 +768,26 @@ TIERS: tuple[tuple[Rule, ...], ...] = (
 )
 
 
-# --- how the run ended ------------------------------------------------------------------------------------------------
+# --- end of the run ---------------------------------------------------------------------------------------------------
 
-STOPPED = ("SIGINT", "SIGTERM", "SIGHUP", "KeyboardInterrupt")
-"""Statuses of a run that somebody stopped."""
+STOP_STATUSES = ("SIGINT", "SIGTERM", "SIGHUP", "KeyboardInterrupt")
+"""Statuses of a run that was interrupted from outside."""
 
 
-def _ending(run: Run) -> list[Finding]:
+def _end_findings(run: Run) -> list[Finding]:
     """Findings about the end of the run and about its file."""
     found: list[Finding] = []
     steps = max((len(steps) for steps in run.steps.values()), default=0)
     if not steps:
-        text = "Training has not begun, or no optimizer was stepped while it was recorded."
+        text = "Training has not begun, or no recorded optimizer has stepped."
         found.append(Finding("no_steps", "warning", "No optimizer step was recorded", text))
     end = run.end or {}
     status, code = clean(end.get("status", "finished")), to_float(end.get("exit_code", 0))
     values = {"steps": steps, "status": status, "code": code, "lines": run.skipped_lines}
     if run.end is None:
-        text = "It was killed, or it is still running. This report shows what was written."
+        text = "It was killed or is still running. The report shows the lines written so far."
         found.append(Finding("not_closed", "note", "The run is not closed", text))
-    elif status.startswith(STOPPED):
+    elif status.startswith(STOP_STATUSES):
         found.append(_finding("note", "The run was stopped after {steps:step} ({status})", values=values, rule="ended"))
     elif code and status in ("finished", f"SystemExit: {code:g}"):
         title = "The script exited with status {code} after {steps:step}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -16,18 +15,18 @@ from rich.text import Text
 
 from gradilocks.view.columns import to_float
 from gradilocks.view.report import STYLES
-from gradilocks.view.runfile import BadRunFile, Record
+from gradilocks.view.runfile import BadRunFile, Record, parse
 from gradilocks.view.text import clean, duration, number
 
 __all__ = ["Entry", "list_runs", "to_text"]
 
 TAIL = 1 << 16
-"""Bytes that are read from the end of a file."""
+"""Bytes read from the end of a file."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A run file, or an audit, as its first and last lines describe it."""
+    """Contents of the first and last lines of a run file or an audit."""
 
     path: Path
     header: Record
@@ -40,19 +39,19 @@ class Entry:
 
     @property
     def is_audit(self) -> bool:
-        """True for the result of `gradilocks audit`."""
+        """True for a file of `gradilocks audit`."""
         return self.header.get("kind") == "audit"
 
     @property
     def state(self) -> str:
-        """How the run ended; for one that is not closed, when its file was last written."""
+        """Status of the end line; for a run that is not closed, the time since the last write."""
         if self.end is not None:
             return clean(self.end.get("status", "finished"))
         return f"not closed, last written {duration(max(0.0, time.time() - self.modified))} ago"
 
 
 def list_runs(folder: Path | str) -> list[Entry]:
-    """The run files and audits in a folder, oldest first. Files of ranks above 0 and other files are left out.
+    """The run files and audits in a folder, oldest first, without files of ranks above 0.
 
     Raises:
         BadRunFile: the folder cannot be read.
@@ -71,10 +70,10 @@ def _entry(path: Path) -> Entry | None:
     """Reads the first line and the last lines; None if the first one is not a header."""
     try:
         with path.open("rb") as file:
-            header = _parse(file.readline())
+            header = parse(file.readline())
             size = file.seek(0, 2)
             file.seek(max(0, size - TAIL))
-            tail = [record for record in map(_parse, file.read().split(b"\n")) if record is not None]
+            tail = [record for record in map(parse, file.read().split(b"\n")) if record is not None]
             modified = path.stat().st_mtime
     except OSError:
         return None
@@ -90,17 +89,9 @@ def _entry(path: Path) -> Entry | None:
     return Entry(path, header, end, last if isinstance(last, int) else None, final_loss, modified)
 
 
-def _parse(line: bytes) -> Record | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
 def to_text(entries: list[Entry]) -> RenderableType:
     """Tables of the runs and of the audits, for a rich Console."""
-    return Group(*_tables(entries)) if entries else Text("No runs here.")
+    return Group(*_tables(entries)) if entries else Text("The folder contains no run files.")
 
 
 def _tables(entries: list[Entry]) -> Iterator[RenderableType]:
@@ -125,7 +116,7 @@ def _tables(entries: list[Entry]) -> Iterator[RenderableType]:
 def _row(entry: Entry) -> list[Text]:
     end, started = entry.end or {}, to_float(entry.header.get("time"))
     style = STYLES.get(str(end.get("severity")), "")
-    verdict = "; ".join(str(end.get("verdict", "–")).split("; ")[:2])  # Without the inputs of the culprit.
+    verdict = "; ".join(str(end.get("verdict", "–")).split("; ")[:2])  # Leaves out the inputs of the culprit.
     return [
         Text(clean(entry.path.name)),
         Text(clean(entry.header.get("label", ""))),

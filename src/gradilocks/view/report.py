@@ -24,14 +24,14 @@ from gradilocks.view.text import clean, number
 
 __all__ = ["Report", "to_json", "to_text", "write_page"]
 
-MOST_OPTIMIZERS = 8
-"""Of more optimizers, those with the most steps are shown."""
+MAX_OPTIMIZERS = 8
+"""Largest number of optimizers shown; those with the most steps are chosen."""
 STYLES = {"ok": "bold green", "problem": "bold red", "warning": "bold yellow", "note": "bold blue"}
 
 
 @dataclass(frozen=True)
 class Report:
-    """One run with all that is shown of it."""
+    """One run and everything that a report shows of it."""
 
     run: Run
     name: str
@@ -49,8 +49,8 @@ class Report:
 
     @cached_property
     def optimizers(self) -> list[Columns]:
-        """The optimizers with the most steps, by number."""
-        longest = sorted(columns(self.run), key=lambda steps: -len(steps))[:MOST_OPTIMIZERS]
+        """The optimizers with the most steps, in the order of their numbers."""
+        longest = sorted(columns(self.run), key=lambda steps: -len(steps))[:MAX_OPTIMIZERS]
         return sorted(longest, key=lambda steps: steps.optimizer)
 
     def facts(self, steps: Columns) -> dict[str, str]:
@@ -121,7 +121,7 @@ def _flat(values: object, prefix: str = "") -> dict[str, object]:
 
 
 def read_reports(paths: Sequence[Path | str]) -> list[Report]:
-    """Reads run files; runs with the same label are named by their files."""
+    """Reads run files; the names of runs with the same label include the file."""
     runs = [read(path) for path in paths]
     names = [run.name for run in runs]
     unique = [f"{name} ({run.path})" if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)]
@@ -129,7 +129,7 @@ def read_reports(paths: Sequence[Path | str]) -> list[Report]:
 
 
 def comparison(reports: Sequence[Report]) -> dict[str, list[str]]:
-    """Rows of the comparison table: the main numbers, the settings that differ, and the first different loss."""
+    """Rows of the comparison table: main numbers, settings that differ, and the first step whose loss differs."""
     rows: dict[str, list[str]] = {}
     mains = [max(report.optimizers, key=len, default=None) for report in reports]
     numbers = [{} if steps is None else report.facts(steps) for report, steps in zip(reports, mains, strict=True)]
@@ -147,15 +147,15 @@ def _first_difference(one: Columns | None, other: Columns | None) -> str:
     """The first step in which two runs have different losses, bit for bit."""
     if one is other or one is None or other is None:
         return "–"
-    _, mine, theirs = np.intersect1d(one.step, other.step, return_indices=True)
-    both = one.has_loss[mine] & other.has_loss[theirs]
-    mine, theirs = mine[both], theirs[both]
-    if not len(mine):
+    _, rows, other_rows = np.intersect1d(one.step, other.step, return_indices=True)
+    both = one.has_loss[rows] & other.has_loss[other_rows]
+    steps, first, second = one.step[rows[both]], one.loss[rows[both]], other.loss[other_rows[both]]
+    if not len(steps):
         return "no common step"
-    same = (one.loss[mine] == other.loss[theirs]) | (np.isnan(one.loss[mine]) & np.isnan(other.loss[theirs]))
+    same = (first == second) | (np.isnan(first) & np.isnan(second))
     if same.all():
-        return f"identical in {len(mine):,} common steps"
-    return f"from step {one.step[mine[np.flatnonzero(~same)[0]]]:,} on"
+        return f"identical in {len(steps):,} common steps"
+    return f"from step {steps[np.flatnonzero(~same)[0]]:,} on"
 
 
 def to_json(paths: Sequence[Path | str]) -> str:
@@ -211,11 +211,11 @@ def _text_of(report: Report, *, is_alone: bool) -> Iterator[RenderableType]:
 def write_page(paths: Sequence[Path | str], output: Path | str) -> Path:
     """Writes an HTML page about the runs.
 
-    plotly.js is written beside it, once per folder and version of plotly: all pages of the folder share it.
+    plotly.js is written to the same folder, once per version of plotly; all pages in the folder share it.
 
     Args:
         paths: run files.
-        output: the page.
+        output: path of the page.
 
     Returns:
         The path of the page.
@@ -239,9 +239,9 @@ def write_page(paths: Sequence[Path | str], output: Path | str) -> Path:
     environment = Environment(
         loader=PackageLoader("gradilocks.view"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    # Text in backquotes is code.
     environment.filters["number"] = number
     environment.filters["clean"] = clean
+    # Text in backquotes is code.
     environment.filters["prose"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
     page = environment.get_template("page.html").render(
         reports=reports,

@@ -1,7 +1,7 @@
 """Reads run files: JSON Lines, format 3, one file per rank.
 
 Later lines replace earlier ones of the same kind, optimizer and step. A last line without a newline is not read: it may
-be half written. A line that is not a record is skipped and counted.
+be incomplete. A line that is not a record is skipped and counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TENSOR_FIELDS = ("norms", "zeros", "updates")
 
 
 class BadRunFile(Exception):
-    """A file that does not exist, cannot be read, or is not a run file of this format."""
+    """Raised for a file that does not exist, cannot be read, or is not a run file of this format."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Run:
     last_time: float = 0.0
     """The time of the last record that has one."""
     skipped_lines: int = 0
-    """Lines that are not records."""
+    """Number of lines that are not records."""
 
     def add(self, records: Iterable[Record | None]) -> None:
         """Adds records in the order of the file; None stands for a line that is not a record."""
@@ -88,7 +88,7 @@ class Run:
             self.last_time = max(self.last_time, float(record["time"]))
 
     def _discard_after(self, last: int) -> None:
-        """Drops what a resumed run computes again."""
+        """Drops steps, logs and culprits after a step; a resumed run writes them again."""
         self.end = None
         for steps in self.steps.values():
             for step in [step for step in steps if step > last]:
@@ -103,7 +103,7 @@ class Run:
 
 
 def _integer(value: Any) -> int:
-    """An integer of a run file; ValueError if it does not fit into 64 bits."""
+    """An integer from a run file; ValueError if it does not fit in 64 bits."""
     number = int(value)
     if abs(number) >= 1 << 63:
         raise ValueError("not a 64-bit integer")
@@ -114,8 +114,8 @@ def follow(path: Path, offset: int) -> tuple[list[Record | None], int]:
     """Reads the lines after a byte offset.
 
     Returns:
-        The records (None for a line that is not one) and the offset for the next call. If the file has become shorter
-        it was replaced: the result is ([], 0).
+        The records (None for a line that is not one) and the offset for the next call; ([], 0) if the file has become
+        shorter, because it was replaced.
 
     Raises:
         BadRunFile: the file cannot be read.
@@ -129,10 +129,11 @@ def follow(path: Path, offset: int) -> tuple[list[Record | None], int]:
     except OSError as error:
         raise BadRunFile(f"{path}: {error.strerror or error}") from error
     end = data.rfind(b"\n") + 1
-    return [_parse(line) for line in data[:end].split(b"\n") if line.strip()], offset + end
+    return [parse(line) for line in data[:end].split(b"\n") if line.strip()], offset + end
 
 
-def _parse(line: bytes) -> Record | None:
+def parse(line: bytes) -> Record | None:
+    """The record of a line; None if it is not one."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -141,7 +142,7 @@ def _parse(line: bytes) -> Record | None:
 
 
 def read(path: Path | str) -> Run:
-    """Reads a run file, with those of the other ranks beside it (`run.rank1.jsonl` beside `run.jsonl`).
+    """Reads a run file together with the files of the other ranks (`run.rank1.jsonl` beside `run.jsonl`).
 
     Raises:
         BadRunFile: the file cannot be read, has no header, or has another format.
@@ -164,12 +165,12 @@ def check_format(run: Run) -> None:
     if version != FORMAT:
         raise BadRunFile(
             f"{run.path} has format {version}; this version of gradilocks reads format {FORMAT}. "
-            "Use the version that wrote it."
+            "Use the version that wrote the file."
         )
 
 
 def rank_files(path: Path) -> list[Path]:
-    """The files of ranks above 0 that lie beside the file of rank 0, by rank."""
+    """The files of ranks above 0 in the folder of rank 0's file, in the order of ranks."""
     pattern = re.compile(re.escape(path.stem) + r"\.rank(\d+)" + re.escape(path.suffix))
     folder = path.parent
     matches = [(pattern.fullmatch(file.name), file) for file in folder.iterdir()] if folder.is_dir() else []
@@ -177,10 +178,10 @@ def rank_files(path: Path) -> list[Path]:
 
 
 def merge(runs: list[Run]) -> Run:
-    """One run from the files of its ranks.
+    """Merges the files of the ranks of one run.
 
-    The numbers are those of the first run, rank 0. A step with NaN or Inf on another rank only takes that rank's
-    counts; `rank` in the record says whose they are.
+    Numbers are those of rank 0, the first in the list. For a step with NaN or Inf on another rank only, the counts
+    `nan` and `inf` are that rank's, and `rank` is its number.
     """
     first, *others = runs
     if not others:
@@ -191,14 +192,14 @@ def merge(runs: list[Run]) -> Run:
         rank = other.header.get("rank", 0)
         culprits.update(other.culprits)
         for optimizer, records in other.steps.items():
-            mine = steps.setdefault(optimizer, {})
+            merged = steps.setdefault(optimizer, {})
             for step, record in records.items():
-                if is_nonfinite(record) and not is_nonfinite(mine.get(step, {})):
-                    kept = mine.get(step) or {
+                if is_nonfinite(record) and not is_nonfinite(merged.get(step, {})):
+                    base = merged.get(step) or {
                         name: record[name] for name in ("step", "time", "skipped") if name in record
                     }
                     counts = {"nan": record.get("nan", 0), "inf": record.get("inf", 0)}
-                    mine[step] = {**kept, **counts, "rank": rank}
+                    merged[step] = {**base, **counts, "rank": rank}
     return replace(
         first,
         steps=steps,

@@ -9,7 +9,7 @@ __all__ = ["clean", "count", "duration", "number", "percent", "scale_text", "sho
 
 
 def clean(text: object) -> str:
-    r"""Escapes every character that is not printable, so that a name in a file cannot control the terminal.
+    r"""Escapes unprintable characters, so that names in a file cannot control the terminal.
 
     Example:
         >>> clean("a\x1b[31mb")
@@ -22,7 +22,7 @@ def clean(text: object) -> str:
 
 
 def number(value: float) -> str:
-    """A number in four significant digits.
+    """A number with four significant digits.
 
     Example:
         >>> number(12345.6), number(0.000012), number(3.0), number(float("nan"))
@@ -41,7 +41,7 @@ def number(value: float) -> str:
 
 
 def scale_text(value: float) -> str:
-    """A loss scale, as a power of two where it is one.
+    """A loss scale; powers of two other than 1, 2, 4 and 8 are written as 2^n.
 
     Example:
         >>> scale_text(65536.0), scale_text(1000.0), scale_text(4.0)
@@ -54,7 +54,7 @@ def scale_text(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as a percentage; only exactly 0 reads as 0% and only exactly 1 as 100%.
+    """A share as a percentage; 0% and 100% are shown only for exactly 0 and 1.
 
     Example:
         >>> percent(0.0), percent(0.00004), percent(0.123), percent(0.9999)
@@ -68,7 +68,7 @@ def percent(share: float) -> str:
 
 
 def count(how_many: int, noun: str) -> str:
-    """A number with its noun.
+    """A number and a noun, singular or plural.
 
     Example:
         >>> count(1, "step"), count(12000, "step")
@@ -78,7 +78,7 @@ def count(how_many: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration in its two largest units.
+    """A duration in seconds, or in its two largest units.
 
     Example:
         >>> duration(3.21), duration(75), duration(7322), duration(200000)

@@ -1,4 +1,4 @@
-"""Shows a run while it is written."""
+"""Live view of a run file in the terminal."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 40
 """Characters of a sparkline."""
 QUIET = 15.0
-"""Seconds without a new line after which the view says so."""
-MOST_OPTIMIZERS = 3
+"""Seconds without a new line after which the view shows the time since the last one."""
+MAX_OPTIMIZERS = 3
 
 
 class Follower:
-    """A run that grows with its files."""
+    """Reads the files of a run incrementally."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,13 +55,13 @@ class Follower:
 
 
 def watch(path: Path | str, once: bool = False, *, console: Console | None = None, interval: float = 1.0) -> None:
-    """Shows a run until it ends or Ctrl-C is pressed; a file that does not exist yet is waited for.
+    """Shows a run until it ends or Ctrl-C is pressed. Waits for a file that does not exist yet.
 
     Args:
         path: a run file.
-        once: print the present state and return.
-        console: where to print.
-        interval: least time between updates, in seconds.
+        once: print the current state and return.
+        console: the console to print to.
+        interval: shortest time between updates, in seconds.
 
     Raises:
         BadRunFile: the file is not a run file, or with `once` cannot be read.
@@ -80,14 +80,14 @@ def watch(path: Path | str, once: bool = False, *, console: Console | None = Non
                     live.update(view(run), refresh=True)
                     if run.end is not None:
                         return
-                # A long run takes a while to summarize: use at most a fifth of a core.
+                # Summarizing a long run takes time: use at most a fifth of a core.
                 time.sleep(max(interval, 4 * (time.monotonic() - begin)))
     except KeyboardInterrupt:
         return
 
 
 def view(run: Run) -> RenderableType:
-    """The present state of a run."""
+    """The current state of a run."""
     return Group(*_lines(run))
 
 
@@ -100,7 +100,7 @@ def _lines(run: Run) -> Iterator[RenderableType]:
         yield Text(shown, STYLES[result.severity])
     else:
         yield Text("no steps yet" if run.end is None else "no step was recorded")
-    for steps in sorted(all_steps, key=lambda steps: -len(steps))[:MOST_OPTIMIZERS]:
+    for steps in sorted(all_steps, key=lambda steps: -len(steps))[:MAX_OPTIMIZERS]:
         yield Text("")
         if len(all_steps) > 1:
             yield Text(steps.label, "bold")
@@ -123,7 +123,7 @@ def _table(run: Run, steps: Columns) -> Table:
     """The last values with sparklines, then the main numbers."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row(Text("step", "dim"), f"{steps.step[-1]:,}", "")
-    # The norm is NaN where it was not recorded, and where the gradients contain NaN: only the latter is shown.
+    # The norm is NaN if it was not recorded, or if the gradients contain NaN. Only the latter is shown.
     for name, known, text_of in (
         ("loss", steps.loss[steps.has_loss], number),
         ("norm", steps.norm[~np.isnan(steps.norm) | steps.nonfinite], number),
