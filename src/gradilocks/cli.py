@@ -98,7 +98,7 @@ def run(
     folder = Path.cwd()  # The script may change it.
     result = run_script(["-m", *script] if is_module else script, options)
     if int(os.environ.get("RANK", 0)) == 0:
-        # Errors in the summary must not change the exit code: the script may have closed its streams or filled the disk.
+        # Errors in the summary must not change the exit code: the script may have closed its streams.
         try:
             _finish(result, script[0], folder, quiet=quiet)
         except Exception as error:
