@@ -172,6 +172,16 @@ def test_a_forward_that_depends_on_something_else_is_unknown(log):
     assert "an output of Sequential is NaN or Inf" in culprit.text
 
 
+def test_an_output_of_large_finite_numbers_is_finite(log):
+    model = nn.Linear(3, 3)
+    loss = (model(torch.full((2, 3), 1e25))).square().mean()
+    loss.backward()
+    assert loss.isinf()
+    bad, names = bad_parameters(model), module_names(list(model.parameters()))
+    culprit = find_culprit(log, bad, names, loss_value="Inf")
+    assert culprit.text.startswith("first Inf: in the script's own code after Linear (forward)")
+
+
 def test_an_input_that_was_overwritten_is_unknown(log):
     model, x = nn.Sequential(nn.Linear(3, 3), Divide()), torch.randn(2, 3)
     model(x).sum().backward()

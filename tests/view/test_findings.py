@@ -189,6 +189,15 @@ def test_a_skip_without_a_scale_is_no_matter_of_the_scale() -> None:
     assert "scale" not in finding.text.lower()
 
 
+def test_a_skip_is_no_matter_of_the_scale_if_the_forward_pass_made_the_nan() -> None:
+    lines = made.steps(300, always=scaled, plant={100: made.SKIPPED})
+    finding = found(made.run_of(*lines, made.culprit(100, phase="forward", rank=1)))["skipped_steps"]
+    assert finding.severity == "warning"
+    assert "Check the inputs" in finding.text
+    finding = found(made.run_of(*lines, made.culprit(100, phase="backward")))["skipped_steps"]
+    assert finding.severity == "note"
+
+
 def test_a_scale_that_falls_to_nothing_is_named() -> None:
     def collapse(step: int) -> dict[str, Any]:
         return {"scale": 2.0 ** (16 - max(0, step - 250)), **(made.SKIPPED if step > 250 else {})}
@@ -398,6 +407,7 @@ def test_mostly_zero_gradients_matter_only_if_the_loss_does_not_fall() -> None:
         ({}, None, None),
         ({"status": "SystemExit: 3", "exit_code": 3}, "warning", "The script exited with status 3 after 20 steps"),
         ({"status": "KeyError: 'x'", "exit_code": 1}, "problem", "The script failed after 20 steps: KeyError: 'x'"),
+        ({"status": "ValueError: A sentence."}, "problem", "The script failed after 20 steps: ValueError: A sentence"),
         ({"status": "SIGTERM", "exit_code": 143}, "note", "The run was stopped after 20 steps (SIGTERM)"),
         ({"status": "KeyboardInterrupt"}, "note", "The run was stopped after 20 steps (KeyboardInterrupt)"),
         ({"exit_code": 3}, "warning", "The script exited with status 3 after 20 steps"),
