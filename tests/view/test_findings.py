@@ -182,6 +182,15 @@ def test_skipped_steps_matter_once_the_scale_has_settled(steps: Any, severity: s
     assert finding.numbers["skipped"] == len(list(steps))
 
 
+def test_a_clip_limit_far_below_the_norm_may_come_from_a_clip_before_unscaling() -> None:
+    def clipped(limit: float) -> str:
+        run = made.made_run(always=lambda step: {"scale": 65536.0, "norm": 4.0, "limit": limit, "clipped": True})
+        return found(run)["constant_clipping"].text
+
+    assert "before `scaler.unscale_(optimizer)`" in clipped(2.0**-16)
+    assert "unscale_" not in clipped(1.0)
+
+
 def test_a_skip_without_a_scale_is_no_matter_of_the_scale() -> None:
     finding = found(made.made_run(plant={100: made.SKIPPED}))["skipped_steps"]
     assert finding.severity == "warning"

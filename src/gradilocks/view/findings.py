@@ -730,6 +730,7 @@ def constant_clipping(case: Case) -> Finding | None:
     if len(steps) < 50 or not case.summary.clipped_share >= 0.9 or np.isnan(steps.limit).all():
         return None
     is_adaptive = "adam" in str(steps.info.get("class", "")).lower()
+    is_tiny = ((steps.scale > 1) & (steps.limit < 1e-3 * steps.norm)).sum() > 0.9 * len(steps)
     return _finding(
         "note",
         "{clipped_share} of the applied steps were clipped",
@@ -738,7 +739,8 @@ def constant_clipping(case: Case) -> Finding | None:
             "Adam divides by the size of the gradients, so this changes little."
             if is_adaptive
             else "The limit, not the gradient, sets the length of nearly every step: it acts as a second learning rate."
-        ),
+        )
+        + (" So low a limit is usual where the clip comes before `scaler.unscale_(optimizer)`." if is_tiny else ""),
         values={
             "clipped_share": case.summary.clipped_share,
             "typical_norm": case.summary.typical_norm,
