@@ -172,6 +172,18 @@ def test_a_forward_that_depends_on_something_else_is_unknown(log):
     assert "an output of Sequential is NaN or Inf" in culprit.text
 
 
+def test_an_output_of_large_finite_numbers_is_finite(log):
+    model = nn.Linear(3, 3)
+    with torch.no_grad():
+        model.weight.fill_(1e25)
+    loss = model(torch.ones(2, 3)).square().mean()
+    loss.backward()
+    assert loss.isinf()
+    assert not bad_parameters(model)
+    culprit = find_culprit(log, [], module_names(list(model.parameters())), loss_value="Inf")
+    assert culprit.text.startswith("first Inf: in the script's own code after Linear (forward)")
+
+
 def test_an_input_that_was_overwritten_is_unknown(log):
     model, x = nn.Sequential(nn.Linear(3, 3), Divide()), torch.randn(2, 3)
     model(x).sum().backward()

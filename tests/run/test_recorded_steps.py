@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from gradilocks.view.runfile import read
 from run.scripts import Finished, run_plain, run_recorded
 
 HEAD = """
@@ -245,6 +246,27 @@ for number in range(1, 7):
     assert finished.steps[0]["norm"] == pytest.approx(truth[0][1])
     assert len(finished.of_kind("optimizer")) == 1
     assert [line["step"] for line in finished.of_kind("log")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_skipped_step_of_a_control_and_its_culprit_are_both_in_the_file(tmp_path):
+    finished, _ = recorded(
+        """
+import gradilocks
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+control = gradilocks.GradientControl(optimizer, model=model)
+for number in range(1, 7):
+    x = torch.randn(8, 4)
+    control.backward(model(x * float("nan") if number == 4 else x).square().mean())
+    control.step()
+    control.zero_grad()
+""",
+        tmp_path,
+    )
+    assert [line["step"] for line in finished.steps] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in finished.culprits] == [4]
+    run = read(tmp_path / "run.jsonl")
+    assert [step["skipped"] for step in run.steps[0].values()] == [False, False, False, True, False, False]
+    assert [step for step, *_ in run.culprits] == [4]
 
 
 def test_numbers_of_each_tensor(tmp_path):

@@ -188,11 +188,29 @@ def test_skipped_steps_matter_once_the_scale_has_settled(steps: Any, severity: s
     assert finding.numbers["skipped"] == len(list(steps))
 
 
+def test_a_clip_limit_far_below_the_norm_may_come_from_a_clip_before_unscaling() -> None:
+    def clipped(limit: float) -> str:
+        run = made.made_run(always=lambda step: {"scale": 65536.0, "norm": 4.0, "limit": limit, "clipped": True})
+        return found(run)["constant_clipping"].text
+
+    assert "before `scaler.unscale_(optimizer)`" in clipped(2.0**-16)
+    assert "unscale_" not in clipped(1.0)
+
+
 def test_a_skip_without_a_scale_is_no_matter_of_the_scale() -> None:
     finding = found(made.made_run(plant={100: made.SKIPPED}))["skipped_steps"]
     assert finding.severity == "warning"
     assert "Check the inputs" in finding.text
     assert "scale" not in finding.text.lower()
+
+
+def test_a_skip_is_no_matter_of_the_scale_if_the_forward_pass_made_the_nan() -> None:
+    lines = made.steps(300, always=scaled, plant={100: made.SKIPPED})
+    finding = found(made.run_of(*lines, made.culprit(100, phase="forward", rank=1)))["skipped_steps"]
+    assert finding.severity == "warning"
+    assert "Check the inputs" in finding.text
+    finding = found(made.run_of(*lines, made.culprit(100, phase="backward")))["skipped_steps"]
+    assert finding.severity == "note"
 
 
 def test_a_scale_that_falls_to_nothing_is_named() -> None:
@@ -404,6 +422,7 @@ def test_mostly_zero_gradients_matter_only_if_the_loss_does_not_fall() -> None:
         ({}, None, None),
         ({"status": "SystemExit: 3", "exit_code": 3}, "warning", "The script exited with status 3 after 20 steps"),
         ({"status": "KeyError: 'x'", "exit_code": 1}, "problem", "The script failed after 20 steps: KeyError: 'x'"),
+        ({"status": "ValueError: A sentence."}, "problem", "The script failed after 20 steps: ValueError: A sentence"),
         ({"status": "SIGTERM", "exit_code": 143}, "note", "The run was stopped after 20 steps (SIGTERM)"),
         ({"status": "KeyboardInterrupt"}, "note", "The run was stopped after 20 steps (KeyboardInterrupt)"),
         ({"exit_code": 3}, "warning", "The script exited with status 3 after 20 steps"),

@@ -115,7 +115,8 @@ def _norm(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor.coalesce().values()
     # `dtype=` converts within the kernel; `float()` would copy logits of a gigabyte.
     wide = torch.float32 if tensor.element_size() < 4 else tensor.dtype
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
+    # The 1-norm: a sum of squares is Inf for finite numbers above 1e19.
+    norm: Tensor = torch.linalg.vector_norm(tensor, 1, dtype=wide)
     return norm
 
 

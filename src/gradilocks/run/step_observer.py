@@ -207,7 +207,6 @@ class StepObserver:
     def control_step(self, record: StepRecord) -> None:
         """A control has stepped: `events.subscribe_all` calls this."""
         self._has_stepped = True
-        self.recorder(record)
         if self.calls is not None:
             bad = []
             if record.outcome.skipped and not record.outcome.rejected:
@@ -215,7 +214,8 @@ class StepObserver:
                 bad = [p for p in params if (grad := find([p])[0]) is not None and not bool(grad.isfinite().all())]
             losses = [] if record.loss is None else [record.loss]
             self._trace(bad, record.outcome.step, self.recorder.index_of(record), losses)
-            self._note_step()
+        self.recorder(record)  # After the culprit of the step: a repeated step number is a restart.
+        self._note_step()
 
     def log(self, **numbers: Any) -> None:
         """`control.log(...)`."""

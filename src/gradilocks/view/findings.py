@@ -295,7 +295,7 @@ def nonfinite_loss(case: Case) -> Finding | None:
     rows = np.flatnonzero(steps.lost_loss)
     if not len(rows) or (steps.nonfinite & steps.applied).any():
         return None
-    text = "{origin}NaN or Inf did not reach the weights. "
+    text = "{origin}NaN or Inf did not reach the weights, but buffers such as BatchNorm's may contain them. "
     text += "Check the batches, and what the loss divides by or takes the logarithm of."
     since = _lost_since(steps)
     if since == 0 or (since is not None and len(steps) - since >= 3):
@@ -324,7 +324,8 @@ def skipped_steps(case: Case) -> Finding | None:
     late_share = late / max(1, len(steps) - SCALE_SEARCH_STEPS) if late >= 3 else 0.0
     longest = max(len(part) for part in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1))
     scale = steps.scale[rows[-1]]
-    has_scale = bool((steps.scale[rows] > 1).any())
+    # The scale is applied after the forward pass, so it makes no NaN or Inf there.
+    has_scale = bool((steps.scale[rows] > 1).any()) and _culprit(case, rows).get("phase") != "forward"
     is_stuck = longest >= 20 and rows[-1] == len(steps) - 1
     is_all = len(rows) == len(steps) >= 3
     severity: Severity = "note"
@@ -373,21 +374,22 @@ def _lost_since(steps: Columns) -> int | None:
     return int(later[0]) if len(later) else None
 
 
-def _origin(case: Case, rows: Rows) -> tuple[str, str | None]:
-    """The origin of the NaN or Inf in these steps: a sentence, and the culprit if it is known.
-
-    Uses the first step with a culprit record, and the record of a rank that found the origin.
-    """
+def _culprit(case: Case, rows: Rows) -> Record:
+    """The culprit of the first of these steps with a record, from a rank that found it; empty if there is none."""
     by_step: dict[int, list[Record]] = {}
     for key in sorted(case.run.culprits):
         if key[1] == case.steps.optimizer:
             by_step.setdefault(key[0], []).append(case.run.culprits[key])
-    for step in (case.step(row) for row in rows):
-        records = sorted(by_step.get(step, []), key=lambda record: not record.get("known"))
-        if records:
-            text = clean(records[0].get("text", "")).rstrip(".")
-            sentence = f"{text[:1].upper()}{text[1:]}. " if step == case.step(rows[0]) else f"Step {step:,}: {text}. "
-            return sentence, text if records[0].get("known") else None
+    records: list[Record] = next((by_step[step] for step in map(case.step, rows) if step in by_step), [{}])
+    return min(records, key=lambda record: not record.get("known"))
+
+
+def _origin(case: Case, rows: Rows) -> tuple[str, str | None]:
+    """The origin of the NaN or Inf in these steps: a sentence, and the culprit where it is known."""
+    if record := _culprit(case, rows):
+        step, text = int(record["step"]), clean(record.get("text", "")).rstrip(".")
+        sentence = f"{text[:1].upper()}{text[1:]}. " if step == case.step(rows[0]) else f"Step {step:,}: {text}. "
+        return sentence, text if record.get("known") else None
     if case.run.header.get("source") == "control":
         return "`gradilocks run` finds the operation that produced it. ", None
     return "", None
@@ -728,6 +730,7 @@ def constant_clipping(case: Case) -> Finding | None:
     if len(steps) < 50 or not case.summary.clipped_share >= 0.9 or np.isnan(steps.limit).all():
         return None
     is_adaptive = "adam" in str(steps.info.get("class", "")).lower()
+    is_tiny = ((steps.scale > 1) & (steps.limit < 1e-3 * steps.norm)).sum() > 0.9 * len(steps)
     return _finding(
         "note",
         "{clipped_share} of the applied steps were clipped",
@@ -736,7 +739,8 @@ def constant_clipping(case: Case) -> Finding | None:
             "Adam normalizes the gradients, so this changes little."
             if is_adaptive
             else "The limit determines the length of nearly every step: it acts as a second learning rate."
-        ),
+        )
+        + (" So low a limit is usual where the clip comes before `scaler.unscale_(optimizer)`." if is_tiny else ""),
         values={
             "clipped_share": case.summary.clipped_share,
             "typical_norm": case.summary.typical_norm,
@@ -782,7 +786,7 @@ def _end_findings(run: Run) -> list[Finding]:
         text = "Training has not begun, or no recorded optimizer has stepped."
         found.append(Finding("no_steps", "warning", "No optimizer step was recorded", text))
     end = run.end or {}
-    status, code = clean(end.get("status", "finished")), to_float(end.get("exit_code", 0))
+    status, code = clean(end.get("status", "finished")).rstrip("."), to_float(end.get("exit_code", 0))
     values = {"steps": steps, "status": status, "code": code, "lines": run.skipped_lines}
     if run.end is None:
         text = "It was killed or is still running. The report shows the lines written so far."
