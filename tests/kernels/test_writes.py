@@ -100,7 +100,13 @@ def test_unscaling_takes_a_float32_number_as_torchs_scaler_gives_it(backend):
 def test_elements_are_clamped_and_nan_stays(backend, dtype, bound):
     tensors = tensors_for(backend, dtype)
     expected = [clamped(tensor, bound) for tensor in tensors]
-    check(backend, tensors, expected, lambda copies: backend.module.clamp_(copies, backend.number(bound)))
+
+    def clamp(copies):
+        backend.module.clamp_(copies, backend.number(bound))
+        for copy in copies if bound == 0.0 else ():
+            copy.abs_()  # max(-0.0, 0.0) is either zero, depending on the version of Triton.
+
+    check(backend, tensors, [tensor.abs() if bound == 0.0 else tensor for tensor in expected], clamp)
 
 
 @pytest.mark.parametrize("operation", ["multiply_", "unscale_", "clamp_"])
