@@ -88,7 +88,7 @@ class Twin:
         self.expected_state.streak.copy_(torch.where(expected.overflow, self.expected_state.streak + 1, 0))
         if moves:
             self.expected_state.update_scale(expected.overflow, expected.largest)
-        addresses = self.recorded._grads.addresses_of(self.grads)
+        addresses = self.recorded._reader.read_gradients(self.grads)
         slot = self.recorded.launch(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
         torch.testing.assert_close(self.recorded.statistics(slot), statistics, rtol=1e-14, atol=0.0, equal_nan=True)
         torch.testing.assert_close(self.recorded.row(slot), expected.row(), rtol=1e-14, atol=0.0, equal_nan=True)
@@ -213,7 +213,7 @@ def test_fused_optimizers_may_be_some_of_the_optimizers():
     mixed = [others[0], *twin.params, others[1]]
     recorded = RecordedStep(mixed, twin.recorded._step, order=2.0, fused=fused, layout=None)
     before = [param.detach().clone() for param in mixed]
-    addresses = recorded._grads.addresses_of([param.grad for param in mixed])
+    addresses = recorded._reader.read_gradients([param.grad for param in mixed])
     slot = recorded.launch(addresses, is_unscaled=True, moves=False, overflow=None, loss=None)
     norm = torch.linalg.vector_norm(torch.cat([param.grad.flatten() for param in mixed]))
     assert recorded.row(slot)[ROW.index("norm")].item() == pytest.approx(norm.item(), rel=1e-6)
@@ -280,29 +280,3 @@ def test_a_rank_that_differs_or_overflows_skips_the_step_everywhere(name, monkey
     assert numbers["skipped"] == 1.0
     assert math.isinf(numbers["norm"]) == (name == "nonfinite")
     assert twins.have_same_bits(before, twins.snapshot(twin.optimizer))
-
-
-def test_gradients_that_do_not_fit_take_the_general_path():
-    from gradilocks.kernels.pointer_table import EMPTY, GradientLayout
-
-    params = [
-        torch.nn.Parameter(torch.zeros(4, 3)),
-        torch.nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)),
-        torch.nn.Parameter(torch.zeros(0)),
-    ]
-    layout = GradientLayout(params)
-    fitting = [torch.zeros_like(param) for param in params]
-    assert layout.addresses_of(fitting) == [fitting[0].data_ptr(), fitting[1].data_ptr(), EMPTY]
-    assert layout.addresses_of([None, fitting[1], None]) == [0, fitting[1].data_ptr(), 0]
-    assert layout.addresses_of([None, None, None]) == [0, 0, 0]
-    for i, other in [
-        (0, fitting[0].half()),
-        (0, torch.zeros(3, 4).t()),
-        (0, fitting[0].to_sparse()),
-        (1, torch.zeros(2, 3, 4, 5)),
-        (1, fitting[1].to_sparse()),
-    ]:
-        assert layout.addresses_of([*fitting[:i], other, *fitting[i + 1 :]]) is None
-    fitting[0].untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match=r"tensor of shape \(4, 3\) has no memory"):
-        layout.addresses_of(fitting)

@@ -51,7 +51,7 @@ def make(*, dtype=torch.float32, layout=None, name="AdamW", shapes=SHAPES, **opt
 
 def run(twin, *, moves=True, is_unscaled=False, overflow=None, loss=None):
     assert twin.fused.is_current()
-    addresses = twin.recorded._grads.addresses_of([param.grad for param in twin.params])
+    addresses = twin.recorded._reader.read_gradients([param.grad for param in twin.params])
     return twin.recorded.launch(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
 
 

@@ -26,6 +26,7 @@ from gradilocks.kernels import reference
 __all__ = [
     "DESCRIPTION",
     "DTYPE_CODES",
+    "LIBRARY_PATH",
     "AddressTable",
     "adam",
     "clamp_",
@@ -45,12 +46,16 @@ _TOTALS = 4
 _dtype_of = attrgetter("dtype")
 
 
-def _load_library() -> ctypes.CDLL:
+def _find_library() -> Path:
     paths = [Path(__file__).with_name("_native" + suffix) for suffix in EXTENSION_SUFFIXES]
     path = next(filter(Path.exists, paths), None)
     if path is None:
         raise ImportError("the C extension was not compiled; install with a C++ compiler to get it")
-    library = ctypes.CDLL(str(path))
+    return path
+
+
+def _load_library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(LIBRARY_PATH))
     pointer, number, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     library.gl_measure.argtypes = [pointer, pointer, pointer, count, number, pointer, number]
     library.gl_change.argtypes = [pointer, pointer, pointer, count, number, pointer, number, number]
@@ -75,6 +80,7 @@ def _use_torch_threads() -> bool:
     return True
 
 
+LIBRARY_PATH = _find_library()
 _library = _load_library()
 DESCRIPTION = "C extension on torch's OpenMP threads" if _use_torch_threads() else "C extension on one thread"
 """For `kernels.describe`."""
@@ -193,7 +199,7 @@ class AddressTable:
         self._addresses = array("q", addresses or bytes(8 * len(self._sizes)))
         self._pointers = [numbers.buffer_info()[0] for numbers in (self._addresses, self._sizes, self._codes)]
 
-    def measure(self, order: float, addresses: list[int] | None = None) -> array[float]:
+    def measure(self, order: float, addresses: array[int] | None = None) -> array[float]:
         """Measures the tensors, at new addresses if given.
 
         Returns:
@@ -201,7 +207,7 @@ class AddressTable:
             all tensors together. An array: a tensor takes five times as long to create.
         """
         if addresses is not None:
-            self._addresses[:] = array("q", addresses)
+            self._addresses[:] = addresses
         table = array("d", bytes(8 * (5 * len(self._sizes) + _TOTALS)))
         if self.call(_library.gl_measure, _ORDERS[order], table.buffer_info()[0]):
             raise MemoryError("gl_measure could not allocate its buffer")

@@ -9,19 +9,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradilocks.kernels.reference import LOW_ADDRESS, is_dense, without_address
-from gradilocks.ranks.layout import is_dtensor, local
-from gradilocks.torch_private import local_tensor
-
 __all__ = [
     "CHECKS_PER_STEP",
-    "EMPTY",
     "GRAD",
     "MASTER",
     "MEASURE_CHUNK",
@@ -33,7 +27,6 @@ __all__ = [
     "STATE2",
     "STEP",
     "Chunks",
-    "GradientLayout",
     "OptimizerKind",
     "PointerTable",
     "addresses_of",
@@ -51,8 +44,6 @@ SETTINGS = 8
 nesterov."""
 CHECKS_PER_STEP = 2
 """Parameters whose state is checked per step, in turn: checking all takes longer than launching the kernels."""
-EMPTY = 16
-"""Placeholder address of a gradient without elements, so that its parameter's steps are counted. Never read."""
 
 MEASURE_CHUNK = 1 << 15
 """Elements per program: 0.98 ms at 2^15, 1.03 at 2^14, 0.99 at 2^16 (1.1 B float32, H200)."""
@@ -62,19 +53,11 @@ MULTIPLY_CHUNK = 1 << 13
 _MAX_MEASURE_CHUNKS = 36_000  # 40 bytes of intermediate results each: 1.4 MB, however large the model.
 _MAX_CHUNKS = 1 << 19  # 8 bytes each: 4 MB, for up to 2 billion parameters; larger models get larger chunks.
 
-_ABSENT = -1
-_data_ptr, _is_contiguous, _dtype_of = Tensor.data_ptr, Tensor.is_contiguous, attrgetter("dtype")
-
-
-def _placements_of(tensor: Any) -> Any:
-    """The placements of a DTensor; None for a plain tensor."""
-    return getattr(tensor, "placements", None)
-
 
 def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
     """The address of each tensor; 0 for None and for tensors without elements."""
     try:  # 148 tensors: 8 us, with a test for None 11 us.
-        return list(map(_data_ptr, tensors))  # type: ignore[arg-type]
+        return list(map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
     except TypeError:
         return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
@@ -116,91 +99,6 @@ def upload(
     if into is None:
         into = torch.empty_like(source, device=device, pin_memory=False)
     return into.copy_(source, non_blocking=True)
-
-
-class GradientLayout:
-    """Dtypes, strides and placements of parameters. The kernels can read gradients that have the same ones.
-
-    torch itself rejects gradients of another device. Gradients at the addresses of the last step are assumed to have
-    the same dtypes and sizes.
-
-    Args:
-        params: plain tensors or DTensors.
-    """
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        tensors = [local(param) for param in params]
-        self.sizes = tuple(map(Tensor.numel, tensors))
-        self.dtypes = list(map(_dtype_of, tensors))
-        self._is_contiguous = list(map(_is_contiguous, tensors))
-        self._strides = {i: t.stride() for i, t in enumerate(tensors) if not t.is_contiguous()}
-        self._placements = list(map(_placements_of, params))
-        self._has_dtensors = any(map(is_dtensor, params))
-        self._are_dense = all(map(is_dense, tensors))
-        self._last_pointers: list[int] = []
-        self._last_addresses: list[int] = []
-
-    def addresses_of(self, grads: Sequence[Tensor | None]) -> list[int] | None:
-        """The address of each gradient: 0 if there is none, `EMPTY` if it has no elements.
-
-        148 gradients take 18 us; at new addresses they take 40 us (host of an H200).
-
-        Returns:
-            None if a gradient does not have the dtype, strides and placements of its parameter.
-
-        Raises:
-            RuntimeError: if the storage of a gradient was freed, or if it has not as many elements as its parameter.
-        """
-        if not self._are_dense:
-            return None
-        if self._has_dtensors:
-            if any(g is not None and _placements_of(g) != p for g, p in zip(grads, self._placements, strict=True)):
-                return None
-            grads = [
-                grad if grad is None or placement is None else local_tensor(grad)
-                for grad, placement in zip(grads, self._placements, strict=True)
-            ]
-        try:
-            pointers = list(map(_data_ptr, grads))  # type: ignore[arg-type]
-        except TypeError:  # Some are None.
-            if not (self._fit(grads) and self._have_strides(grads)):
-                return None
-            pointers = [_ABSENT if grad is None else grad.data_ptr() for grad in grads]
-        except RuntimeError:  # Sparse.
-            return None
-        if pointers == self._last_pointers:
-            return self._last_addresses if self._have_strides(grads) else None
-        if not self._fit(grads) or not self._have_strides(grads):
-            return None
-        addresses = pointers
-        if pointers and min(pointers) < LOW_ADDRESS:
-            present = [grad for grad in grads if grad is not None]
-            if without_address(present, [address for address in pointers if address != _ABSENT]):
-                return None
-            addresses = [0 if address == _ABSENT else address or EMPTY for address in pointers]
-        self._last_pointers, self._last_addresses = pointers, addresses
-        return addresses
-
-    def _fit(self, grads: Sequence[Tensor | None]) -> bool:
-        """True if all have the dtypes of the parameters."""
-        if any(grad is not None and grad.numel() != size for grad, size in zip(grads, self.sizes, strict=True)):
-            raise RuntimeError(
-                "a gradient and its parameter differ in number of elements, as after `grad.data = ...`. Assign to "
-                "param.grad instead."
-            )
-        pairs = zip(grads, self.dtypes, strict=True)
-        return all(grad is None or grad.dtype is dtype for grad, dtype in pairs)
-
-    def _have_strides(self, grads: Sequence[Tensor | None]) -> bool:
-        try:
-            is_contiguous = list(map(_is_contiguous, grads))  # type: ignore[arg-type]
-        except TypeError:  # Some are None.
-            pairs = zip(grads, self._is_contiguous, strict=True)
-            is_contiguous = [flag if grad is None else grad.is_contiguous() for grad, flag in pairs]
-        if is_contiguous != self._is_contiguous:
-            return False
-        strided = [(grads[i], stride) for i, stride in self._strides.items()]
-        return all(grad is None or grad.stride() == stride for grad, stride in strided)
 
 
 class OptimizerKind(NamedTuple):
@@ -327,10 +225,10 @@ class PointerTable:
         self.rows = table[begin:].view(6, n)
         """int64 [6, n]"""
         self._changing = table[: begin + n]
-        self._addresses: Sequence[int] = ()
+        self._addresses: array[int] | None = None
         self._settings: Sequence[float] = ()
 
-    def refresh(self, addresses: list[int], settings: list[float]) -> None:
+    def refresh(self, addresses: array[int], settings: list[float]) -> None:
         """Copies gradient addresses and settings to the device if they have changed.
 
         A captured table is always copied, since another graph may have changed it before the replay.
@@ -340,4 +238,4 @@ class PointerTable:
         numbers = array("q", array("d", settings).tobytes())
         numbers.extend(addresses)
         upload(numbers, self._device, into=self._changing, keep=self._keep)
-        self._addresses, self._settings = addresses, settings
+        self._addresses, self._settings = addresses[:], settings

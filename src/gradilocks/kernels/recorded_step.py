@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from gradilocks.errors import OutcomeExpired
+from gradilocks.kernels.addresses import AddressReader
 from gradilocks.kernels.pointer_table import (
     GRAD,
     MEASURE_CHUNK,
     OPTIMIZER_CHUNK,
     SETTINGS,
-    GradientLayout,
     OptimizerKind,
     PointerTable,
     chunks_for,
@@ -90,7 +90,7 @@ class UpdateTables:
         """Steps the parameters with coefficients that are already computed."""
         launch_update(self.table.rows, self._chunks, self._coefficients, skip, divisor)
 
-    def run(self, addresses: list[int], settings: list[float], divisor: Tensor | None, skip: Tensor | None) -> None:
+    def run(self, addresses: array[int], settings: list[float], divisor: Tensor | None, skip: Tensor | None) -> None:
         """Steps the parameters according to the caller's decision; see `FusedStep.run`."""
         self.table.refresh(addresses, settings)
         skip = self._zero if skip is None else skip.to(self._zero.device, torch.float32)
@@ -132,10 +132,10 @@ class RecordedStep:
         self.skip, self.divisor, self.multiplier = step.skip, step.divisor, step.multiplier
         self._params, self._step, self._order, self._fused, self._layout = params, step, order, fused, layout
         self.device = device = step.scale.device
-        self._grads = GradientLayout(params)
+        self._reader = AddressReader(params)
         self._is_captured = is_capturing(device)
         keep: list[Tensor] | None = [] if self._is_captured else None
-        self._chunks = chunks_for(self._grads.sizes, self._grads.dtypes, MEASURE_CHUNK, device, keep)
+        self._chunks = chunks_for(self._reader.sizes, self._reader.dtypes, MEASURE_CHUNK, device, keep)
         self._update = None if fused is None else self._update_tables(fused)
         if self._update is None:
             self._table = PointerTable([[0] * len(params)] * 5, 0, device, is_captured=self._is_captured)
@@ -175,11 +175,11 @@ class RecordedStep:
             kinds[i], groups[i] = fused.kinds[j], fused.groups[j]
             for row, addresses in zip(rows, fused.rows, strict=True):
                 row[i] = addresses[j]
-        return UpdateTables(rows, self._grads.sizes, kinds, groups, fused.group_count, self.device)
+        return UpdateTables(rows, self._reader.sizes, kinds, groups, fused.group_count, self.device)
 
     def run(
         self,
-        grads: Sequence[Tensor | None],
+        grads: list[Tensor | None],
         *,
         is_unscaled: bool,
         moves: bool,
@@ -192,7 +192,7 @@ class RecordedStep:
         Returns:
             None if a gradient has another layout than its parameter.
         """
-        addresses = self._grads.addresses_of(grads)
+        addresses = self._reader.read_gradients(grads)
         if addresses is None:
             return None
         slot = self.launch(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
@@ -207,7 +207,7 @@ class RecordedStep:
         )
 
     def launch(
-        self, addresses: list[int], *, is_unscaled: bool, moves: bool, overflow: Tensor | None, loss: Tensor | None
+        self, addresses: array[int], *, is_unscaled: bool, moves: bool, overflow: Tensor | None, loss: Tensor | None
     ) -> int:
         """Performs one step with the gradients at `addresses`.
 

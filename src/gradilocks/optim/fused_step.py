@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from gradilocks.kernels import backend_for, reference
-from gradilocks.kernels.pointer_table import CHECKS_PER_STEP, SETTINGS, GradientLayout, OptimizerKind, is_capturing
-from gradilocks.ranks.layout import is_dtensor, local
-from gradilocks.torch_private import local_tensor, version_of
+from gradilocks.kernels.addresses import AddressReader
+from gradilocks.kernels.pointer_table import CHECKS_PER_STEP, SETTINGS, OptimizerKind, is_capturing
+from gradilocks.ranks.layout import local
+from gradilocks.torch_private import version_of
 
 __all__ = ["FusedStep", "has_master"]
 
@@ -43,7 +44,7 @@ class FusedStep:
     Attributes:
         params: all parameters in order: optimizers, groups, parameters.
         device: of the parameters.
-        layout: of the gradients.
+        reader: reads the addresses of the gradients.
         rows: addresses of each parameter, its step count, first and second moment (or momentum buffer) and master; 0
             where there is none.
         kinds: kind of each parameter; None for a parameter without gradient and state.
@@ -76,14 +77,14 @@ class FusedStep:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], tensors: Sequence[Tensor]) -> None:
         self.params = _parameters(optimizers)
         self.device = tensors[0].device
-        self.layout = GradientLayout(self.params)
+        self.reader = AddressReader(self.params)
+        self._param_addresses = array("q", self.reader.read(self.params) or ())
         self.rows: list[list[int]] = [[], [], [], [], []]
         self.kinds: list[OptimizerKind | None] = []
         self.groups: list[int] = []
         # An optimizer holds its FusedStep; a strong reference back would create a cycle.
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self.rules = _rules(optimizers)
-        self._is_dtensor = list(map(is_dtensor, self.params))
         self._stateless: list[Tensor] = []
         self._masters: list[tuple[Tensor, Tensor]] = []
         self._storages: list[Any] = []  # Strong references, so that the kernels never write to freed memory.
@@ -156,9 +157,7 @@ class FusedStep:
             return False
         if _rules(optimizers) != self.rules:
             return False
-        if any(self._is_dtensor):
-            params = [local_tensor(p) if flag else p for p, flag in zip(params, self._is_dtensor, strict=True)]
-        if list(map(Tensor.data_ptr, params)) != self.rows[0] or tuple(map(Tensor.numel, params)) != self.layout.sizes:
+        if self.reader.read(params) != self._param_addresses:
             return False
         if self._stateless and any(param.grad is not None for param in self._stateless):
             return False
@@ -195,7 +194,7 @@ class FusedStep:
                 numbers += map(float, (group["lr"], group["weight_decay"], *rule_settings, 0.0, 0.0))
         return numbers
 
-    def run(self, grads: Sequence[Tensor | None], divisor: Tensor | None, skip: Tensor | None) -> None:
+    def run(self, grads: list[Tensor | None], divisor: Tensor | None, skip: Tensor | None) -> None:
         """Steps all parameters, or none if `skip` is not 0. Call `is_current` first.
 
         Args:
@@ -203,15 +202,15 @@ class FusedStep:
             divisor: 0-d, divides the gradients; None for 1.
             skip: 0-d; None for 0.
         """
-        addresses = self.layout.addresses_of(grads)
+        addresses = self.reader.read_gradients(grads)
         if addresses is None:
             for optimizer in self._optimizers:
                 optimizer().torch_step(divisor, skip)  # type: ignore[union-attr]
             return
         self.run_at(addresses, divisor, skip)
 
-    def run_at(self, addresses: list[int], divisor: Tensor | float | None, skip: Tensor | None = None) -> None:
-        """`run` with the result of `layout.addresses_of`. A float as divisor needs parameters on a CPU."""
+    def run_at(self, addresses: array[int], divisor: Tensor | float | None, skip: Tensor | None = None) -> None:
+        """`run` with the result of `reader.read_gradients`. A float as divisor needs parameters on a CPU."""
         tables = self._tables
         if self.device.type == "cuda" and is_capturing(self.device):
             tables = self._make_tables()  # Eager steps must not overwrite the tables that the user's graph reads.
@@ -224,7 +223,7 @@ class FusedStep:
             return _CpuTables(self)
         from gradilocks.kernels.recorded_step import UpdateTables
 
-        return UpdateTables(self.rows, self.layout.sizes, self.kinds, self.groups, self.group_count, self.device)
+        return UpdateTables(self.rows, self.reader.sizes, self.kinds, self.groups, self.group_count, self.device)
 
 
 class _CpuTables:
@@ -238,7 +237,7 @@ class _CpuTables:
         for row in fused.rows:
             self._addresses.extend(row)
         self._table = torch.frombuffer(self._addresses, dtype=torch.int64)
-        self._sizes = torch.tensor(fused.layout.sizes, dtype=torch.int64)
+        self._sizes = torch.tensor(fused.reader.sizes, dtype=torch.int64)
         codes = cpu.DTYPE_CODES
         self._kinds = torch.tensor(
             [0 if k is None else codes[k.param] | codes[k.grad] << 3 | codes[k.state] << 6 for k in fused.kinds],
@@ -255,7 +254,7 @@ class _CpuTables:
                 self._steps.append((step, members))
 
     def run(
-        self, addresses: list[int], settings: list[float], divisor: Tensor | float | None, skip: Tensor | None
+        self, addresses: array[int], settings: list[float], divisor: Tensor | float | None, skip: Tensor | None
     ) -> None:
         """See `FusedStep.run`."""
         if skip is not None and bool(skip):
@@ -265,10 +264,10 @@ class _CpuTables:
             self._last_settings = settings
         number = 1.0 if divisor is None else float(divisor)
         for step, members in self._steps:
-            step_addresses = addresses
+            self._addresses[: self._count] = addresses
             if len(self._steps) > 1:
-                step_addresses = [address * is_member for address, is_member in zip(addresses, members, strict=True)]
-            self._addresses[: self._count] = array("q", step_addresses)
+                pairs = zip(addresses, members, strict=True)
+                self._addresses[: self._count] = array("q", [address * is_member for address, is_member in pairs])
             step(self._table, self._sizes, self._kinds, self._groups, self._settings, number)
 
 

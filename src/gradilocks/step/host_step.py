@@ -15,7 +15,7 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks.clip import ClipByNorm
 from gradilocks.kernels import STATISTICS
-from gradilocks.kernels.pointer_table import GradientLayout
+from gradilocks.kernels.addresses import AddressReader
 from gradilocks.optim.fused_step import FusedStep
 from gradilocks.step.decide import Decision
 from gradilocks.step.gradients import find
@@ -109,12 +109,12 @@ class HostStep:
     ) -> None:
         self._params, self._state, self._clip, self._max_gradient = params, state, clip, max_gradient
         self._fused = fused
-        self._layout = GradientLayout(params) if fused is None else fused.layout
+        self._reader = AddressReader(params) if fused is None else fused.reader
         self._table: Any = None
         if kernels.has_kernels("cpu"):
             from gradilocks.kernels.cpu import DTYPE_CODES, AddressTable
 
-            self._table = AddressTable(self._layout.sizes, [DTYPE_CODES[dtype] for dtype in self._layout.dtypes])
+            self._table = AddressTable(self._reader.sizes, [DTYPE_CODES[dtype] for dtype in self._reader.dtypes])
         # Adding to a 0-d tensor takes 2 us, through ctypes 0.1.
         self._tensors = [state.scale, state.steps, state.streak, state.tensors["growth_tracker"]]
         numbers: list[Any] = [_TYPES[tensor.dtype].from_address(tensor.data_ptr()) for tensor in self._tensors]
@@ -122,7 +122,7 @@ class HostStep:
 
     def run(
         self,
-        grads: Sequence[Tensor | None],
+        grads: list[Tensor | None],
         *,
         is_unscaled: bool,
         moves: bool,
@@ -136,7 +136,7 @@ class HostStep:
             None if this step needs torch operations: a gradient has another layout than its parameter, or there is no C
             extension and the gradients are not finite or need statistics of their own.
         """
-        addresses = None if self._table is None else self._layout.addresses_of(grads)
+        addresses = None if self._table is None else self._reader.read_gradients(grads)
         if self._table is None:
             order, present = self._clip.order, [grad for grad in find(self._params) if grad is not None]
             norm = math.nan if detail else float(kernels.norm(present, order))
