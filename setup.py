@@ -14,7 +14,7 @@ NATIVE = "src/gradilocks/kernels/native"
 extension = Extension(
     "gradilocks.kernels._native",
     sources=[f"{NATIVE}/measure.cpp", f"{NATIVE}/optimizers.cpp", f"{NATIVE}/tensors.cpp"],
-    depends=[f"{NATIVE}/elements.h", f"{NATIVE}/parallel.h"],
+    depends=[f"{NATIVE}/parallel.h"],
     # Without contraction and with lanes of fixed number, bits do not depend on the processor.
     extra_compile_args=[
         "-std=c++17",

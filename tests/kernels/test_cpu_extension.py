@@ -29,7 +29,7 @@ def test_the_order_of_additions_is_the_documented_one(cpu):
 
 
 def test_any_number_of_threads_gives_the_same_bits(cpu, threads):
-    tensors = [torch.randn(size).to(dtype) for size in (3, 90_001, 250_000) for dtype in cpu.DTYPE_CODES]
+    tensors = [torch.randn(size) for size in (3, 3, 90_001, 90_001, 250_000, 250_000)]
     tensors[1][1], tensors[3][-1], tensors[5][0] = NAN, INF, NAN
     found = []
     for number in (1, 2, 3, 4):

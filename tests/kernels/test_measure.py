@@ -38,12 +38,12 @@ def check(found, tensors, order, accuracy):
 def test_every_value_and_size_has_the_statistics_that_float64_gives(backend, dtype, order):
     kinds = KINDS if (backend.name, dtype) != ("Triton", torch.bfloat16) else INTERPRETED_BFLOAT16
     tensors = [values(kind, size, dtype) for size in backend.sizes for kind in kinds]
-    check(backend.module.measure(backend.copies(tensors), order=order), tensors, order, backend.accuracy)
+    check(backend.module.measure(backend.copies(tensors), order=order), tensors, order, backend.accuracy_of(dtype))
 
 
 def test_every_layout_has_the_statistics_of_its_elements(backend, dtype):
     tensors = [*layouts(dtype).values(), *(tensor.to(dtype) for tensor in OVERLAPPING.values())]
-    check(backend.module.measure(backend.copies(tensors)), tensors, 2.0, backend.accuracy)
+    check(backend.module.measure(backend.copies(tensors)), tensors, 2.0, backend.accuracy_of(dtype))
 
 
 @pytest.mark.parametrize("order", [0.5, 3.0, 4.0, 10.0])

@@ -44,6 +44,8 @@ def test_half_precision_is_rounded_once_per_step(name, options, dtype, device):
     """One step from the same state in float64, rounded to the storage format, is at most one unit away."""
     if dtype is torch.bfloat16 and kernels.has_recorded_step(device) and device == "cpu":
         pytest.skip("Triton's interpreter truncates bfloat16 instead of rounding; `-m gpu` tests it")
+    if name == "SGD" and dtype not in kernels.backend_for(device).TYPES:
+        pytest.skip("no kernel for this dtype: torch's unfused SGD rounds several times")
     own = getattr(optim, name)(twins.parameters(dtype=dtype, device=device), **options)
     twins.run(own, 2)
     exact_params = [torch.nn.Parameter(param.detach().double()) for param in twins.params_of(own)]

@@ -118,12 +118,26 @@ def test_a_skipped_step_changes_no_bit_of_masters(dtype, device):
 
 
 @pytest.mark.parametrize("reason", ["no kernels", "amsgrad", "gradient strides"])
-def test_masters_without_kernels_are_one_clear_error(reason, extension, monkeypatch):
-    params = [torch.nn.Parameter(torch.ones(4, 6).half())]
-    optimizer = optim.AdamW(params, master_weights=True, amsgrad=reason == "amsgrad")
-    params[0].grad = torch.ones(6, 4).half().t() if reason == "gradient strides" else torch.ones(4, 6).half()
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_masters_without_kernels_follow_torchs_step_on_float32(name, reason, monkeypatch):
+    options = {"amsgrad": True} if reason == "amsgrad" and name == "AdamW" else {}
     if reason == "no kernels":
         monkeypatch.setitem(kernels.BACKENDS, "cpu", None)
-    with pytest.raises(RuntimeError, match="master_weights=True needs the single-pass kernels"):
+    half = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 24).view(4, 6).half())
+    exact = torch.nn.Parameter(half.detach().float())
+    optimizer = getattr(optim, name)([half], lr=0.01, master_weights=True, **options)
+    expected = getattr(torch.optim, name)([exact], lr=0.01, fused=name == "AdamW", **options)
+    for step in range(3):
+        half.grad = torch.full((6, 4), 0.5 + step).half().t() if reason == "gradient strides" else half.detach() + step
+        exact.grad = half.grad.float()
+        for each in (optimizer, expected):
+            each.step()
+        optimizer.found_inf = torch.ones(())
+        before = twins.snapshot(optimizer)
         optimizer.step()
-    assert params[0].eq(1.0).all()
+        assert twins.have_same_bits(before, twins.snapshot(optimizer))
+        del optimizer.found_inf
+    assert torch.equal(optimizer.state[half]["master"], exact.detach())
+    assert_rounded(optimizer)
+    assert half.grad.dtype is torch.float16
+    assert optimizer.param_groups[0]["params"] == [half]

@@ -1,6 +1,6 @@
-"""The kernels for CPU tensors: ctypes over the C extension in kernels/native.
+"""The kernels for float32 tensors on a CPU: ctypes over the C extension in kernels/native.
 
-Importing this module fails if the extension was not compiled. float64 tensors, tensors that are not dense, and orders
+Importing this module fails if the extension was not compiled. Other dtypes, tensors that are not dense, and orders
 other than 1, 2 and inf are left to `reference`. The extension gets addresses, so callers keep the tensors alive. It
 runs on the threads of the OpenMP library that torch has loaded; results do not depend on their number.
 """
@@ -25,8 +25,8 @@ from gradilocks.kernels import reference
 
 __all__ = [
     "DESCRIPTION",
-    "DTYPE_CODES",
     "LIBRARY_PATH",
+    "TYPES",
     "AddressTable",
     "adam",
     "clamp_",
@@ -37,8 +37,8 @@ __all__ = [
     "unscale_",
 ]
 
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""Element types as kernels/native/elements.h numbers them."""
+TYPES = (torch.float32,)
+"""Dtypes of the kernels."""
 
 _ORDERS = {1.0: 1, 2.0: 2, math.inf: 0}
 _MULTIPLY, _CLAMP, _UNSCALE = range(3)
@@ -57,9 +57,9 @@ def _find_library() -> Path:
 def _load_library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(LIBRARY_PATH))
     pointer, number, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    library.gl_measure.argtypes = [pointer, pointer, pointer, count, number, pointer, number]
-    library.gl_change.argtypes = [pointer, pointer, pointer, count, number, pointer, number, number]
-    library.gl_step.argtypes = [number, pointer, count, *[pointer] * 4, ctypes.c_double, number]
+    library.gl_measure.argtypes = [pointer, pointer, count, number, pointer, number]
+    library.gl_change.argtypes = [pointer, pointer, count, number, pointer, number, number]
+    library.gl_step.argtypes = [number, pointer, count, *[pointer] * 3, ctypes.c_double, number]
     library.gl_set_parallel.argtypes = [pointer, pointer, pointer]
     return library
 
@@ -150,54 +150,51 @@ def unscale_(tensors: Sequence[Tensor], inverse_scale: Tensor) -> Tensor:
     return nonfinite
 
 
-def adam(table: Tensor, sizes: Tensor, kinds: Tensor, groups: Tensor, settings: Tensor, divisor: float) -> None:
-    """Steps Adam or AdamW in place: parameters, moments, master copies and step counts.
+def adam(table: Tensor, sizes: Tensor, groups: Tensor, settings: Tensor, divisor: float) -> None:
+    """Steps Adam or AdamW in place: parameters, moments and step counts.
 
     Args:
-        table: int64 [6, n], contiguous: addresses of gradient, parameter, step count (float32), exp_avg, exp_avg_sq
-            and float32 master copy. 0 is absent; a parameter without gradient is left unchanged.
+        table: int64 [6, n], contiguous: addresses of gradient, parameter, step count, exp_avg, exp_avg_sq; the last row
+            is not used. 0 is absent; a parameter without gradient is left unchanged.
         sizes: int64 [n]: numbers of elements. All tensors of a column are dense with the same strides.
-        kinds: int32 [n]: `DTYPE_CODES` of parameter | gradient << 3 | state << 6.
         groups: int32 [n]: row of `settings` for each parameter.
         settings: float64 [g, 8]: lr, weight_decay, beta1, beta2, eps, 1 for decoupled weight decay (AdamW) else 0.
         divisor: divides the gradients.
     """
-    _step(1, table, sizes, kinds, groups, settings, divisor)
+    _step(1, table, sizes, groups, settings, divisor)
 
 
-def sgd(table: Tensor, sizes: Tensor, kinds: Tensor, groups: Tensor, settings: Tensor, divisor: float) -> None:
-    """Steps SGD in place: parameters, momentum buffers and master copies.
+def sgd(table: Tensor, sizes: Tensor, groups: Tensor, settings: Tensor, divisor: float) -> None:
+    """Steps SGD in place: parameters and momentum buffers.
 
     Args:
-        table: as for `adam`; the third and fifth row are not used, the fourth is the momentum buffer, which starts as
-            zeros. It is required where momentum is not 0.
-        sizes, kinds, groups, divisor: as for `adam`.
+        table: as for `adam`; the fourth row is the momentum buffer, which starts as zeros and is required where
+            momentum is not 0.
+        sizes, groups, divisor: as for `adam`.
         settings: float64 [g, 8]: lr, weight_decay, momentum, 1 for Nesterov momentum else 0.
     """
-    _step(0, table, sizes, kinds, groups, settings, divisor)
+    _step(0, table, sizes, groups, settings, divisor)
 
 
-def _step(is_adam: int, table: Tensor, sizes: Tensor, *rest: Any) -> None:
-    *tensors, divisor = rest
-    pointers = [tensor.data_ptr() for tensor in tensors]
+def _step(is_adam: int, table: Tensor, sizes: Tensor, groups: Tensor, settings: Tensor, divisor: float) -> None:
+    pointers = [tensor.data_ptr() for tensor in (sizes, groups, settings)]
     threads = torch.get_num_threads()
-    if _library.gl_step(is_adam, table.data_ptr(), len(sizes), sizes.data_ptr(), *pointers, divisor, threads):
+    if _library.gl_step(is_adam, table.data_ptr(), len(sizes), *pointers, divisor, threads):
         raise MemoryError("gl_step could not allocate its buffer")
 
 
 class AddressTable:
-    """Addresses, sizes and dtypes of tensors in arrays that C can read.
+    """Addresses and sizes of float32 tensors in arrays that C can read.
 
     Args:
         sizes: number of elements of each tensor.
-        codes: its `DTYPE_CODES`.
         addresses: its address; 0 leaves a tensor out. May be set later by `measure`.
     """
 
-    def __init__(self, sizes: Iterable[int], codes: Iterable[int], addresses: Sequence[int] = ()) -> None:
-        self._sizes, self._codes = array("q", sizes), array("i", codes)
+    def __init__(self, sizes: Iterable[int], addresses: Sequence[int] = ()) -> None:
+        self._sizes = array("q", sizes)
         self._addresses = array("q", addresses or bytes(8 * len(self._sizes)))
-        self._pointers = [numbers.buffer_info()[0] for numbers in (self._addresses, self._sizes, self._codes)]
+        self._pointers = [numbers.buffer_info()[0] for numbers in (self._addresses, self._sizes)]
 
     def measure(self, order: float, addresses: array[int] | None = None) -> array[float]:
         """Measures the tensors, at new addresses if given.
@@ -228,15 +225,14 @@ class _Addresses(AddressTable):
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         # One loop in C per property takes 50 us for 148 tensors, comprehensions take 54 us.
         addresses = list(map(Tensor.data_ptr, tensors))
-        codes: list[Any] = list(map(DTYPE_CODES.get, map(_dtype_of, tensors)))
         unsupported: set[int] = set()
-        if None in codes:
-            unsupported.update(i for i, code in enumerate(codes) if code is None)
+        if set(map(_dtype_of, tensors)) != {torch.float32}:
+            unsupported.update(i for i, tensor in enumerate(tensors) if tensor.dtype not in TYPES)
         if not all(map(Tensor.is_contiguous, tensors)):
             unsupported.update(i for i, tensor in enumerate(tensors) if not reference.is_dense(tensor))
         if min(addresses) < reference.LOW_ADDRESS:
             unsupported.update(reference.without_address(tensors, addresses))
         self.unsupported = sorted(unsupported)
         for index in self.unsupported:
-            addresses[index] = codes[index] = 0
-        super().__init__(map(Tensor.numel, tensors), codes, addresses)
+            addresses[index] = 0
+        super().__init__(map(Tensor.numel, tensors), addresses)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -18,7 +18,7 @@ from gradilocks.kernels.pointer_table import CHECKS_PER_STEP, SETTINGS, Optimize
 from gradilocks.ranks.layout import local
 from gradilocks.torch_private import version_of
 
-__all__ = ["FusedStep", "has_master"]
+__all__ = ["FusedStep", "has_master", "match_layout", "refresh_master"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE_NAMES = {"adam": _MOMENTS, "adamw": _MOMENTS, "momentum": ("momentum_buffer",), "sgd": ()}
@@ -62,7 +62,7 @@ class FusedStep:
             device.
         """
         params = _parameters(optimizers)
-        dtypes = _dtypes_of(backend_for(params[0].device.type)) if params else ()
+        dtypes = getattr(backend_for(params[0].device.type), "TYPES", ()) if params else ()
         if not dtypes or None in _rules(optimizers):
             return None
         tensors = [local(param) for param in params]
@@ -125,12 +125,12 @@ class FusedStep:
         if _STATE_NAMES[rule] is _MOMENTS:
             tensors[1] = entry["step"] = _step_count(entry.get("step"), self.device)
         for row, name in enumerate(_STATE_NAMES[rule], start=2):
-            entry[name] = _match_layout(entry.get(name), param, dtype)
+            entry[name] = match_layout(entry.get(name), param, dtype)
             tensors[row] = local(entry[name])
         if is_mastered:
-            entry["master"] = _match_layout(entry.get("master"), param, torch.float32, initial=param)
+            entry["master"] = match_layout(entry.get("master"), param, torch.float32, initial=param)
             tensors[4] = local(entry["master"])
-            _refresh_master(param, entry["master"])
+            refresh_master(param, entry["master"])
             self._masters.append((param, entry["master"]))
         self._append(tensors)
         state_dtype = dtype if tensors[2] is None else tensors[2].dtype
@@ -178,7 +178,7 @@ class FusedStep:
         if versions != self._versions:
             for (param, master), old, new in zip(self._masters, self._versions, versions, strict=True):
                 if old != new:
-                    _refresh_master(param, master)
+                    refresh_master(param, master)
             self._versions = versions
 
     def settings(self) -> list[float]:
@@ -238,11 +238,6 @@ class _CpuTables:
             self._addresses.extend(row)
         self._table = torch.frombuffer(self._addresses, dtype=torch.int64)
         self._sizes = torch.tensor(fused.reader.sizes, dtype=torch.int64)
-        codes = cpu.DTYPE_CODES
-        self._kinds = torch.tensor(
-            [0 if k is None else codes[k.param] | codes[k.grad] << 3 | codes[k.state] << 6 for k in fused.kinds],
-            dtype=torch.int32,
-        )
         self._groups = torch.tensor(fused.groups, dtype=torch.int32)
         self._settings = torch.zeros(fused.group_count * SETTINGS, dtype=torch.float64)
         self._last_settings: list[float] = []
@@ -268,13 +263,7 @@ class _CpuTables:
             if len(self._steps) > 1:
                 pairs = zip(addresses, members, strict=True)
                 self._addresses[: self._count] = array("q", [address * is_member for address, is_member in pairs])
-            step(self._table, self._sizes, self._kinds, self._groups, self._settings, number)
-
-
-def _dtypes_of(backend: Any) -> Collection[torch.dtype]:
-    """The dtypes that the optimizer kernels of a backend process; none for plain torch."""
-    codes: Collection[torch.dtype] = getattr(backend, "DTYPE_CODES", ())
-    return codes or getattr(backend, "TYPES", ())
+            step(self._table, self._sizes, self._groups, self._settings, number)
 
 
 def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
@@ -310,7 +299,7 @@ def _step_count(step: Any, device: torch.device) -> Tensor:
     return torch.as_tensor(step, dtype=torch.float32).to(device, non_blocking=True)
 
 
-def _match_layout(value: Tensor | None, param: Tensor, dtype: torch.dtype, *, initial: Tensor | None = None) -> Tensor:
+def match_layout(value: Tensor | None, param: Tensor, dtype: torch.dtype, *, initial: Tensor | None = None) -> Tensor:
     """A state tensor with the memory layout of its parameter: `value` itself if it fits, else a copy."""
     if value is not None and (value.device, value.dtype) == (param.device, dtype):
         local_value, local_param = local(value), local(param)
@@ -322,7 +311,7 @@ def _match_layout(value: Tensor | None, param: Tensor, dtype: torch.dtype, *, in
 
 
 @torch.no_grad()
-def _refresh_master(param: Tensor, master: Tensor) -> None:
+def refresh_master(param: Tensor, master: Tensor) -> None:
     """Overwrites master elements that do not round to the parameter's elements. No host synchronization."""
     copies, values = local(master), local(param)
     copies.copy_(torch.where(copies.to(values.dtype) == values, copies, values.to(copies.dtype)))

@@ -1,20 +1,22 @@
 """AdamW, Adam and SGD: torch's optimizers with a step that reads gradients, parameters and state once.
 
 Arguments, results, `state_dict`, step hooks and the behavior under a GradScaler are those of torch's fused optimizers.
-Where the kernels do not apply (amsgrad, maximize, dampening, complex, sparse, several devices), torch's own step runs.
+Where the kernels do not apply, torch's own step runs: amsgrad, maximize, dampening, complex, sparse, several devices,
+half precision on a CPU.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gradilocks.kernels.reference import is_dense
-from gradilocks.optim.fused_step import FusedStep, has_master
+from gradilocks.optim.fused_step import FusedStep, has_master, match_layout, refresh_master
 from gradilocks.ranks.layout import local
 from gradilocks.step.gradients import check_float16
 from gradilocks.torch_private import enable_amp_scaling, outside_compile
@@ -76,13 +78,11 @@ class SinglePassOptimizer(torch.optim.Optimizer):
             found_inf: skips the step if it is not 0. The host reads it if torch's unfused step runs, or if torch
                 would create momentum buffers, which a skipped step leaves uninitialized.
         """
+        with _masters_as_parameters(self):
+            self._step_with_torch(grad_scale, found_inf)
+
+    def _step_with_torch(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         params = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
-        if any(has_master(param, group) for param, group in params):
-            raise RuntimeError(
-                "master_weights=True needs the single-pass kernels, which do not cover this step: they need Triton on "
-                "CUDA or the C extension on a CPU, parameters on one device, gradients laid out as their parameters, "
-                "and no amsgrad, maximize, dampening or learning rate on a GPU."
-            )
         fused = [group["fused"] for group in self.param_groups]
         is_fused = all(fused) and (
             _are_contiguous([param for param, _ in params])
@@ -144,6 +144,29 @@ class SinglePassOptimizer(torch.optim.Optimizer):
                 entry = self.state.get(param, {})
                 if "step" in entry:
                     entry["step"] = torch.as_tensor(entry["step"], dtype=torch.float32).to(param.device)
+
+
+@contextmanager
+def _masters_as_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Replaces parameters that have a gradient and a master copy by that copy, and rounds it afterwards."""
+    replaced = []
+    for group in optimizer.param_groups:
+        for i, param in enumerate(group["params"]):
+            if param.grad is not None and has_master(param, group):
+                entry = optimizer.state.pop(param, {})
+                master = match_layout(entry.pop("master", None), param, torch.float32, initial=param)
+                refresh_master(param, master)
+                master.grad = param.grad.float()
+                group["params"][i] = master
+                optimizer.state[master] = entry
+                replaced.append((group["params"], i, param, master))
+    try:
+        yield
+    finally:
+        for params, i, param, master in replaced:
+            params[i], master.grad = param, None
+            optimizer.state[param] = {**optimizer.state.pop(master), "master": master}
+            param.detach().copy_(master)
 
 
 def _are_contiguous(params: Sequence[Tensor]) -> bool:

@@ -85,7 +85,7 @@ def decide_on_host(
 
 
 class HostStep:
-    """Measures, decides and optionally updates the parameters of one rank on a CPU.
+    """Measures, decides and optionally updates the float32 parameters of one rank on a CPU.
 
     The C extension measures every gradient; without it, plain torch measures the global norm only, which takes half the
     time of a norm for each gradient.
@@ -112,9 +112,9 @@ class HostStep:
         self._reader = AddressReader(params) if fused is None else fused.reader
         self._table: Any = None
         if kernels.has_kernels("cpu"):
-            from gradilocks.kernels.cpu import DTYPE_CODES, AddressTable
+            from gradilocks.kernels.cpu import AddressTable
 
-            self._table = AddressTable(self._reader.sizes, [DTYPE_CODES[dtype] for dtype in self._reader.dtypes])
+            self._table = AddressTable(self._reader.sizes)
         # Adding to a 0-d tensor takes 2 us, through ctypes 0.1.
         self._tensors = [state.scale, state.steps, state.streak, state.tensors["growth_tracker"]]
         numbers: list[Any] = [_TYPES[tensor.dtype].from_address(tensor.data_ptr()) for tensor in self._tensors]

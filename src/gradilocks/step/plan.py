@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StepPlan"]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of parameters that the recorded step and the host step process."""
+_DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
+"""Dtypes of parameters that the host step and the recorded step process."""
 
 
 class StepPlan:
@@ -229,7 +229,8 @@ class StepPlan:
                 "before the capture, as torch recommends for warm-up."
             )
         self._check_parameters()
-        if not all(_is_supported(local(param), device) for param in self.params):
+        dtypes = _DTYPES["cuda" if is_recorded else "cpu"]
+        if not all(_is_supported(local(param), device, dtypes) for param in self.params):
             self._clip_rule = None
             return False
         self._state.to(device)
@@ -283,5 +284,5 @@ class StepPlan:
         return RecordedStep(self.params, tensors, order=rule.order, fused=self._fused, layout=self.layout)
 
 
-def _is_supported(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.device == device and tensor.dtype in _DTYPES and tensor.layout is torch.strided
+def _is_supported(tensor: Tensor, device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
+    return tensor.device == device and tensor.dtype in dtypes and tensor.layout is torch.strided

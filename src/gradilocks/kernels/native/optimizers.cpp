@@ -1,8 +1,5 @@
 // Adam, AdamW and SGD: unscale, clip and step in one pass that leaves the gradients unchanged.
 //
-// Arithmetic is float32; elements stored in half precision pass through small buffers. A parameter with a float32 master
-// copy is the master rounded.
-//
 // Properties of a whole tensor (weight decay or none, the form of `lerp`) are selected element by element, which costs
 // nothing next to two divisions and a root; a loop for each of 8 cases (-funswitch-loops) compiles in 14 s instead of 2.
 #include <cmath>
@@ -18,65 +15,15 @@ constexpr int64_t STEP_GRAIN = 1 << 13;  // Elements that take about 10 us, as l
 constexpr int NUMBERS = 8;               // Per group of settings, and per tensor of coefficients.
 
 // Rows of the pointer table.
-enum Row { GRAD, PARAM, STEP, STATE1, STATE2, MASTER };
+enum Row { GRAD, PARAM, STEP, STATE1, STATE2 };
 
 struct Table {
   const int64_t* addresses;
   int64_t count;
-  int64_t operator()(Row row, int64_t tensor) const { return addresses[row * count + tensor]; }
+  float* operator()(Row row, int64_t tensor) const {
+    return reinterpret_cast<float*>(addresses[row * count + tensor]);
+  }
 };
-
-// One row of the table for a piece, as float32: in place, or through a buffer.
-class Column {
- public:
-  Column(int64_t address, int dtype, int64_t begin) : address_(address), begin_(begin), dtype_(dtype) {}
-
-  float* read(int64_t from, int64_t count) {
-    if (address_ == 0 || dtype_ == FLOAT32) {
-      return address_ == 0 ? nullptr : reinterpret_cast<float*>(address_) + begin_ + from;
-    }
-    with_type(dtype_, [&](auto* type) {
-      widen(reinterpret_cast<decltype(type)>(address_) + begin_ + from, buffer_, count);
-    });
-    return buffer_;
-  }
-
-  // Rounds and stores values; nothing if they are in place.
-  void write(const float* values, int64_t from, int64_t count) {
-    if (address_ != 0 && dtype_ != FLOAT32) {
-      with_type(dtype_, [&](auto* type) {
-        narrow(values, reinterpret_cast<decltype(type)>(address_) + begin_ + from, count);
-      });
-    }
-  }
-
- private:
-  int64_t address_, begin_;
-  int dtype_;
-  float buffer_[BLOCK];
-};
-
-// Calls step(parameters, first state, second state, gradients, count) until a piece is done.
-template <class F>
-void step_piece(const Table& table, const Piece& piece, int32_t kind, const F& step) {
-  const int64_t i = piece.tensor, length = piece.end - piece.begin;
-  const int param_dtype = kind & 7, grad_dtype = kind >> 3 & 7, state_dtype = kind >> 6 & 7;
-  const bool has_master = table(MASTER, i) != 0;
-  Column weight(table(has_master ? MASTER : PARAM, i), has_master ? FLOAT32 : param_dtype, piece.begin);
-  Column rounded(has_master ? table(PARAM, i) : 0, param_dtype, piece.begin);
-  Column state1(table(STATE1, i), state_dtype, piece.begin), state2(table(STATE2, i), state_dtype, piece.begin);
-  Column grad(table(GRAD, i), grad_dtype, piece.begin);
-  const int64_t block = kind == 0 ? length : BLOCK;  // Kind 0: all tensors are float32.
-  for (int64_t from = 0; from < length; from += block) {
-    const int64_t count = std::min(block, length - from);
-    float *p = weight.read(from, count), *m = state1.read(from, count), *v = state2.read(from, count);
-    step(p, m, v, grad.read(from, count), count);
-    weight.write(p, from, count);
-    rounded.write(p, from, count);
-    state1.write(m, from, count);
-    state2.write(v, from, count);
-  }
-}
 
 // old + weight * (target - old), computed from the nearer end: rounded once, and exact where `old` equals `target`.
 inline float lerp(float old, float target, float weight, float rest) {
@@ -129,10 +76,10 @@ void count_steps(const Table& table, const int32_t* groups, const double* settin
   int32_t previous_group = -1;
   float previous_step = 0.0f;
   for (int64_t i = 0; i < table.count; ++i) {
-    if (table(GRAD, i) == 0) {
+    if (table(GRAD, i) == nullptr) {
       continue;
     }
-    const float step = *reinterpret_cast<float*>(table(STEP, i)) += 1.0f;
+    const float step = *table(STEP, i) += 1.0f;
     float* numbers = coefficients + i * NUMBERS;
     if (groups[i] == previous_group && step == previous_step) {  // Powers take 50 ns each.
       memcpy(numbers, previous, NUMBERS * sizeof(float));
@@ -158,11 +105,11 @@ void count_steps(const Table& table, const int32_t* groups, const double* settin
 
 using namespace gradilocks;
 
-// is_adam: 1 for Adam and AdamW, 0 for SGD. addresses: [6][n], the rows of Row; 0 is absent, and a tensor without
-// gradient is left out. kinds: codes of parameter | gradient << 3 | state << 6. settings: per group NUMBERS: lr, weight
-// decay, then beta1, beta2, eps, decoupled, or momentum, nesterov. Returns -1 if memory is exhausted, else 0.
-EXPORT int gl_step(int is_adam, const int64_t* addresses, int64_t n, const int64_t* sizes, const int32_t* kinds,
-                   const int32_t* groups, const double* settings, double divisor, int threads) {
+// is_adam: 1 for Adam and AdamW, 0 for SGD. addresses: [6][n], the rows of Row and one that is not used; 0 is absent,
+// and a tensor without gradient is left out. settings: per group NUMBERS: lr, weight decay, then beta1, beta2, eps,
+// decoupled, or momentum, nesterov. Returns -1 if memory is exhausted, else 0.
+EXPORT int gl_step(int is_adam, const int64_t* addresses, int64_t n, const int64_t* sizes, const int32_t* groups,
+                   const double* settings, double divisor, int threads) {
   const Table table{addresses, n};
   auto* coefficients = static_cast<float*>(malloc(static_cast<size_t>(n + 1) * NUMBERS * sizeof(float)));
   if (coefficients == nullptr) {
@@ -172,15 +119,17 @@ EXPORT int gl_step(int is_adam, const int64_t* addresses, int64_t n, const int64
     count_steps(table, groups, settings, coefficients);
   }
   for_each_piece<STEP_CHUNK>({addresses + GRAD * n, sizes, n, threads}, STEP_GRAIN, [&](const Piece& piece) {
-    const double* setting = settings + int64_t{groups[piece.tensor]} * NUMBERS;
-    const float* numbers = coefficients + piece.tensor * NUMBERS;
-    const auto adam_loop = setting[5] != 0.0 ? adam<true> : adam<false>;
-    const auto momentum_loop = setting[3] != 0.0 ? sgd<true, true> : sgd<true, false>;
-    const auto sgd_loop = setting[2] != 0.0 ? momentum_loop : sgd<false, false>;
-    step_piece(table, piece, kinds[piece.tensor], [&](float* p, float* m, float* v, const float* g, int64_t count) {
-      is_adam ? adam_loop(p, m, v, g, count, numbers, static_cast<float>(divisor))
-              : sgd_loop(p, m, g, count, setting, static_cast<float>(divisor));
-    });
+    const int64_t i = piece.tensor, begin = piece.begin, count = piece.end - begin;
+    const double* setting = settings + int64_t{groups[i]} * NUMBERS;
+    const auto column = [&](Row row) { return table(row, i) == nullptr ? nullptr : table(row, i) + begin; };
+    float *p = column(PARAM), *g = column(GRAD), *m = column(STATE1), d = static_cast<float>(divisor);
+    if (is_adam) {
+      const auto loop = setting[5] != 0.0 ? adam<true> : adam<false>;
+      loop(p, m, column(STATE2), g, count, coefficients + i * NUMBERS, d);
+    } else {
+      const auto momentum_loop = setting[3] != 0.0 ? sgd<true, true> : sgd<true, false>;
+      (setting[2] != 0.0 ? momentum_loop : sgd<false, false>)(p, m, g, count, setting, d);
+    }
   });
   free(coefficients);
   return 0;

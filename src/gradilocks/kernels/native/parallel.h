@@ -1,8 +1,23 @@
-// The loop over the elements of many tensors, on the threads of torch's OpenMP pool.
+// Division of tensors among the threads of torch's OpenMP pool.
 #pragma once
-#include "elements.h"
+#include <stdint.h>
+#include <string.h>
+
+#include <algorithm>
+#include <type_traits>
 
 namespace gradilocks {
+
+// Compiled for three instruction sets, chosen when the library is loaded; results have the same bits. A function so
+// marked is a loop over many elements, because calls to it are not inlined.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define VECTORIZED __attribute__((noinline, target_clones("avx512f", "avx2", "default")))
+#else
+#define VECTORIZED __attribute__((noinline))
+#endif
+
+// Marks a function that Python calls.
+#define EXPORT extern "C" __attribute__((visibility("default")))
 
 // The functions of the OpenMP library that torch has loaded, which Python looks up: linking a second OpenMP library
 // would double the threads. Null: everything runs on the calling thread.
@@ -13,13 +28,14 @@ struct OpenMP {
 };
 extern OpenMP openmp;
 
-// Tensors by address. Those with address 0 are left out.
+// float32 tensors by address. Those with address 0 are left out.
 struct Tensors {
   const int64_t* addresses;
   const int64_t* sizes;
   int64_t count;
   int threads;  // Number that torch is set to use.
 
+  float* elements(int64_t tensor) const { return reinterpret_cast<float*>(addresses[tensor]); }
   int64_t size(int64_t tensor) const { return addresses[tensor] == 0 ? 0 : sizes[tensor]; }
 };
 

@@ -1,5 +1,5 @@
 // Addresses of torch's tensors, read through the functions of DLPack, without headers of Python or torch.
-#include "elements.h"
+#include "parallel.h"
 
 // DLTensor of DLPack 1.
 struct DLTensor {
