@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = [
     "elements",
     "find",
     "first_device",
+    "indexed_by_device",
     "largest_finite",
     "parameters",
 ]
@@ -112,6 +113,13 @@ def by_device(tensors: Sequence[Tensor | None]) -> list[tuple[torch.device, list
     if len(devices) == 1:
         return [(present[0].device, present)]
     return [(device, [tensor for tensor in present if tensor.device == device]) for device in devices]
+
+
+def indexed_by_device(tensors: Sequence[Tensor | None]) -> Iterator[tuple[list[Tensor], tuple[int, ...]]]:
+    """Yields the tensors of each device and their indices, without None."""
+    for device in dict.fromkeys(tensor.device for tensor in tensors if tensor is not None):
+        members = [(i, tensor) for i, tensor in enumerate(tensors) if tensor is not None and tensor.device == device]
+        yield [tensor for _, tensor in members], tuple(i for i, _ in members)
 
 
 def largest_finite(tensors: Sequence[Tensor | None]) -> float:
