@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Collection, Sequence
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from gradilocks.kernels import backend_for, reference
 from gradilocks.kernels.pointer_table import CHECKS_PER_STEP, SETTINGS, GradientLayout, OptimizerKind, is_capturing
 from gradilocks.ranks.layout import is_dtensor, local
+from gradilocks.step.gradients import parameters
 from gradilocks.torch_private import local_tensor, version_of
 
 __all__ = ["FusedStep", "has_master"]
@@ -43,7 +43,7 @@ class FusedStep:
     Attributes:
         params: all parameters in order: optimizers, groups, parameters.
         device: of the parameters.
-        layout: of the gradients.
+        layout: dtypes, strides and placements that the gradients must have.
         rows: addresses of each parameter, its step count, first and second moment (or momentum buffer) and master; 0
             where there is none.
         kinds: kind of each parameter; None for a parameter without gradient and state.
@@ -60,7 +60,7 @@ class FusedStep:
             wrapper subclasses of Tensor, amsgrad, maximize, dampening, a learning rate on a GPU, no kernels for the
             device.
         """
-        params = _parameters(optimizers)
+        params = parameters(optimizers)
         dtypes = _dtypes_of(backend_for(params[0].device.type)) if params else ()
         if not dtypes or None in _rules(optimizers):
             return None
@@ -74,7 +74,7 @@ class FusedStep:
         return cls(optimizers, tensors)
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], tensors: Sequence[Tensor]) -> None:
-        self.params = _parameters(optimizers)
+        self.params = parameters(optimizers)
         self.device = tensors[0].device
         self.layout = GradientLayout(self.params)
         self.rows: list[list[int]] = [[], [], [], [], []]
@@ -151,7 +151,7 @@ class FusedStep:
         for optimizer, (state, count) in zip(optimizers, self._states, strict=True):
             if optimizer.state is not state or len(state) != count:
                 return False
-        params = _parameters(optimizers)
+        params = parameters(optimizers)
         if len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return False
         if _rules(optimizers) != self.rules:
@@ -276,10 +276,6 @@ def _dtypes_of(backend: Any) -> Collection[torch.dtype]:
     """The dtypes that the optimizer kernels of a backend process; none for plain torch."""
     codes: Collection[torch.dtype] = getattr(backend, "DTYPE_CODES", ())
     return codes or getattr(backend, "TYPES", ())
-
-
-def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
-    return list(chain(*[group["params"] for optimizer in optimizers for group in optimizer.param_groups]))
 
 
 def _rules(optimizers: Sequence[torch.optim.Optimizer]) -> list[str | None]:

@@ -109,12 +109,12 @@ class HostStep:
     ) -> None:
         self._params, self._state, self._clip, self._max_gradient = params, state, clip, max_gradient
         self._fused = fused
-        self._layout = GradientLayout(params) if fused is None else fused.layout
+        self._grads = GradientLayout(params) if fused is None else fused.layout
         self._table: Any = None
         if kernels.has_kernels("cpu"):
             from gradilocks.kernels.cpu import DTYPE_CODES, AddressTable
 
-            self._table = AddressTable(self._layout.sizes, [DTYPE_CODES[dtype] for dtype in self._layout.dtypes])
+            self._table = AddressTable(self._grads.sizes, [DTYPE_CODES[dtype] for dtype in self._grads.dtypes])
         # Adding to a 0-d tensor takes 2 us, through ctypes 0.1.
         self._tensors = [state.scale, state.steps, state.streak, state.tensors["growth_tracker"]]
         numbers: list[Any] = [_TYPES[tensor.dtype].from_address(tensor.data_ptr()) for tensor in self._tensors]
@@ -136,7 +136,7 @@ class HostStep:
             None if this step needs torch operations: a gradient has another layout than its parameter, or there is no C
             extension and the gradients are not finite or need statistics of their own.
         """
-        addresses = None if self._table is None else self._layout.addresses_of(grads)
+        addresses = None if self._table is None else self._grads.addresses_of(grads)
         if self._table is None:
             order, present = self._clip.order, [grad for grad in find(self._params) if grad is not None]
             norm = math.nan if detail else float(kernels.norm(present, order))
@@ -169,7 +169,7 @@ class HostStep:
         self._steps.value += 1
         self._streak.value = self._streak.value + 1 if skipped else 0
         rules = self._state.rules
-        if not moves or rules is None or not rules.moves:
+        if not moves or rules is None:
             return
         if not skipped and self._tracker.value + 1 < rules.growth_interval:
             self._tracker.value += 1
