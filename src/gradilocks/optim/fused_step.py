@@ -32,6 +32,8 @@ def has_master(param: Tensor, group: dict[str, Any]) -> bool:
 class FusedStep:
     """Address tables for the one-pass update of the parameters of one or more `gradilocks.optim` optimizers.
 
+    A control has one for all optimizers that step together. An optimizer whose `step` is called has one of its own.
+
     All parameters are on one device. The tables are valid for one set of parameters and state tensors; when
     `is_current` returns False, make a new FusedStep. As in torch, a parameter gets its state when it first has a
     gradient.
@@ -220,7 +222,7 @@ class FusedStep:
         tables.run(addresses, self.settings(), divisor, skip)
 
     def _make_tables(self) -> Any:
-        if hasattr(backend_for(self.device.type), "adam"):
+        if hasattr(backend_for(self.device.type), "adam"):  # The C extension.
             return _CpuTables(self)
         from gradilocks.kernels.recorded_step import UpdateTables
 
