@@ -383,7 +383,7 @@ class GradientControl:
 
     def _check_float16(self, params: list[Tensor]) -> None:
         """Raises ValueError for float16 gradients, which must not be unscaled in place."""
-        check_float16(params, [param.grad for param in params], lambda param: self._names.of([param])[0])
+        check_float16(params, lambda param: self._names.of([param])[0])
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
         if self._state.policy is None:

@@ -135,10 +135,10 @@ def device_indices(indices: tuple[int, ...], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def check_float16(params: Sequence[Tensor], tensors: Sequence[Tensor | None], name: Callable[[Tensor], str]) -> None:
+def check_float16(params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
     """Raises ValueError for float16 gradients, which would be unscaled in float16."""
-    for param, tensor in zip(params, tensors, strict=True):
-        if tensor is not None and tensor.dtype is torch.float16:
+    for param in params:
+        if param.grad is not None and param.grad.dtype is torch.float16:
             raise ValueError(
                 f"Attempting to unscale FP16 gradients. {name(param)} is float16: dividing its gradient by the scale "
                 "in float16 rounds small values to zero again. Keep parameters in float32 and use torch.autocast, or "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradilocks import kernels
 from gradilocks.checks import check_order
 from gradilocks.names import Names
-from gradilocks.ranks.collective import RANK_ROW, combine, gather_rows, handshake, reduce_powers
+from gradilocks.ranks.collective import combine, first_culprits, gather_rows, handshake, reduce_powers
 from gradilocks.ranks.layout import Layout, ShareFunction, is_dtensor, layout_of, reduce_partial
 from gradilocks.step.decide import local_row
 from gradilocks.step.gradients import device_indices, elements, indexed_by_device
@@ -120,10 +120,7 @@ def measure(
 
     def find_culprits() -> tuple[str, ...]:
         culprits = [name for name, count in zip(names, bad.tolist(), strict=True) if count]
-        for rank, number in enumerate(rows[:, RANK_ROW.index("first_bad")].tolist()):
-            if number >= 0:
-                culprits.append(by_rank[rank if len(by_rank) > 1 else 0][int(number)])
-        return tuple(dict.fromkeys(culprits))
+        return tuple(dict.fromkeys([*culprits, *first_culprits(rows, by_rank)]))
 
     present = {
         name: norm for name, norm, gradient in zip(names, norms.unbind(), grads, strict=True) if gradient is not None

@@ -191,8 +191,7 @@ class StepPlan:
         names = dict(zip(map(id, self.params), self.names, strict=True))
         for optimizer in self.optimizers:
             if not uses_amp_arguments(optimizer):
-                params = parameters([optimizer])
-                check_float16(params, [param.grad for param in params], lambda param: names[id(param)])
+                check_float16(parameters([optimizer]), lambda param: names[id(param)])
 
     def _check_parameters(self) -> None:
         params = parameters(self.optimizers)
