@@ -156,7 +156,7 @@ def adam(table: Tensor, sizes: Tensor, kinds: Tensor, groups: Tensor, settings: 
         settings: float64 [g, 8]: lr, weight_decay, beta1, beta2, eps, 1 for decoupled weight decay (AdamW) else 0.
         divisor: divides the gradients.
     """
-    _step(1, table, sizes, kinds, groups, settings, divisor)
+    _step(1, table, sizes, kinds, groups, settings, divisor=divisor)
 
 
 def sgd(table: Tensor, sizes: Tensor, kinds: Tensor, groups: Tensor, settings: Tensor, divisor: float) -> None:
@@ -168,14 +168,12 @@ def sgd(table: Tensor, sizes: Tensor, kinds: Tensor, groups: Tensor, settings: T
         sizes, kinds, groups, divisor: as for `adam`.
         settings: float64 [g, 8]: lr, weight_decay, momentum, 1 for Nesterov momentum else 0.
     """
-    _step(0, table, sizes, kinds, groups, settings, divisor)
+    _step(0, table, sizes, kinds, groups, settings, divisor=divisor)
 
 
-def _step(is_adam: int, table: Tensor, sizes: Tensor, *rest: Any) -> None:
-    *tensors, divisor = rest
-    pointers = [tensor.data_ptr() for tensor in tensors]
-    threads = torch.get_num_threads()
-    if _library.gl_step(is_adam, table.data_ptr(), len(sizes), sizes.data_ptr(), *pointers, divisor, threads):
+def _step(is_adam: int, table: Tensor, sizes: Tensor, *kinds_groups_settings: Tensor, divisor: float) -> None:
+    pointers = [tensor.data_ptr() for tensor in (sizes, *kinds_groups_settings)]
+    if _library.gl_step(is_adam, table.data_ptr(), len(sizes), *pointers, divisor, torch.get_num_threads()):
         raise MemoryError("gl_step could not allocate its buffer")
 
 
