@@ -126,7 +126,7 @@ def load(control: GradientControl, state_dict: Mapping[str, Any]) -> None:
     for phase in control._phases:
         phase.pending = None
         if phase.phase is not Phase.CLEAR:
-            phase.note_used()  # The gradients carry the previous scale.
+            phase.enter(Phase.USED)  # The gradients carry the previous scale.
 
 
 def _read_clip(plan: StepPlan, saved: Mapping[str, Any]) -> list[dict[str, Tensor]]:

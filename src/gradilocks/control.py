@@ -24,7 +24,7 @@ from gradilocks.ranks.layout import Layout, ShareFunction, is_dtensor, layout_of
 from gradilocks.scale import check_scale, resolve_scale
 from gradilocks.schedule import Scheduler
 from gradilocks.step.closure import step_with_closure
-from gradilocks.step.decide import Decision
+from gradilocks.step.decide import ROW, Decision
 from gradilocks.step.gradients import by_device, check_float16, check_optimizers, find, first_device, parameters
 from gradilocks.step.phase import OptimizerPhase, Phase, StepGuard
 from gradilocks.step.plan import StepPlan
@@ -213,7 +213,7 @@ class GradientControl:
             # After an error too: a second attempt would divide by the scale again.
             for i in indices:
                 self._phases[i].is_stepping = False
-                self._phases[i].note_used()
+                self._phases[i].enter(Phase.USED)
         return self._finish(indices, decision, loss, moves=only is None, is_unscaled=is_unscaled)
 
     @torch.no_grad()
@@ -238,7 +238,7 @@ class GradientControl:
         for phase in self._phases:
             phase.pending = None
             if phase.phase in (Phase.SCALED, Phase.UNSCALED):
-                phase.note_used()  # Later gradients carry another scale and must not be added to these.
+                phase.enter(Phase.USED)  # Later gradients carry another scale and must not be added to these.
 
     def zero_grad(self, set_to_none: bool = True, *, only: Any = None) -> None:
         """Clears the gradients of all optimizers, or of one.
@@ -249,7 +249,7 @@ class GradientControl:
         """
         for i in self._indices(only):
             self.optimizers[i].zero_grad(set_to_none=set_to_none)
-            self._phases[i].note_cleared()
+            self._phases[i].enter(Phase.CLEAR)
         if only is None:
             self._losses.clear()
 
@@ -275,7 +275,8 @@ class GradientControl:
             flags = [
                 kernels.unscale_(group, inverse.to(device)).to(inverse.device) for device, group in by_device(tensors)
             ]
-            self._phases[i].note_unscaled(torch.stack(flags).amax() if flags else torch.zeros_like(self._state.scale))
+            overflow = torch.stack(flags).amax() if flags else torch.zeros_like(self._state.scale)
+            self._phases[i].enter(Phase.UNSCALED, overflow)
 
     @torch.no_grad()
     def norm(self, only: Any = None) -> Tensor:
@@ -290,8 +291,8 @@ class GradientControl:
         is_unscaled, overflow = self._check_before_step(indices)
         plan = self._plan(indices)
         self._compare_ranks(plan)
-        row = plan.decide(find(plan.params), is_unscaled=is_unscaled, overflow=overflow).row()
-        return row[3].to(torch.float32)
+        decision = plan.decide(find(plan.params), is_unscaled=is_unscaled, overflow=overflow)
+        return decision.row()[ROW.index("norm")].to(torch.float32)
 
     def scheduler(self, scheduler: Any) -> Scheduler:
         """Wraps a torch LR scheduler so that skipped steps do not advance it; see `Scheduler`."""
@@ -382,7 +383,7 @@ class GradientControl:
 
     def _check_float16(self, params: list[Tensor]) -> None:
         """Raises ValueError for float16 gradients, which must not be unscaled in place."""
-        check_float16(params, [param.grad for param in params], lambda param: self._names.of([param])[0])
+        check_float16(params, lambda param: self._names.of([param])[0])
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
         if self._state.policy is None:
@@ -511,7 +512,7 @@ class GradientControl:
             is_taken = not bool(decision.skip)
             if is_taken:
                 apply_in_place(decision, tensors)
-            phase.note_used()
+            phase.enter(Phase.USED)
             return is_taken
 
         phase.is_stepping = True

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradilocks.errors import NeverFinite, NonFiniteGradient, RanksDiffer
 from gradilocks.kernels import STATISTICS
-from gradilocks.ranks.collective import RANK_ROW, describe_disagreement, disagreement
+from gradilocks.ranks.collective import RANK_ROW, describe_disagreement, disagreement, first_culprits
 from gradilocks.ranks.layout import Layout
 from gradilocks.step.decide import ROW
 from gradilocks.step.host_copy import LAG, HostCopy
@@ -156,17 +156,10 @@ class Outcome:
             nan, inf = (statistics[STATISTICS.index(name)].tolist() for name in ("nan", "inf"))
             found = [i for i in order if nan[i] or inf[i]]
             self._counts = {names[i]: NonFiniteCount(int(nan[i]), int(inf[i])) for i in found}
-            for name in self._culprits_on_ranks(names):
-                self._counts.setdefault(name, NonFiniteCount(0, 0))
+            if self._rank_rows is not None:
+                for name in first_culprits(self._rank_rows, self._names_by_rank or [names]):
+                    self._counts.setdefault(name, NonFiniteCount(0, 0))
         return self._counts
-
-    def _culprits_on_ranks(self, names: Sequence[str]) -> list[str]:
-        if self._rank_rows is None:
-            return []
-        column = RANK_ROW.index("first_bad")
-        lists = self._names_by_rank or [names]
-        first_bad = [int(row[column]) for row in self._rank_rows.tolist()]
-        return [lists[rank if len(lists) > 1 else 0][index] for rank, index in enumerate(first_bad) if index >= 0]
 
     def describe(self, *, limit: int = 3) -> str:
         """Returns the reason for a skip as text: `Inf in head.weight, NaN in body.bias (+2 more)`."""

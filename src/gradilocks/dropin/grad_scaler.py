@@ -135,8 +135,7 @@ class GradScaler(torch.amp.GradScaler):
         return {device: kernels.unscale_(tensors, inv_scale.to(device)) for device, tensors in groups}
 
     def _check_float16(self, optimizer: Any) -> None:
-        params = parameters([optimizer])
-        check_float16(params, [param.grad for param in params], lambda p: Names(self._model, [optimizer]).of([p])[0])
+        check_float16(parameters([optimizer]), lambda param: Names(self._model, [optimizer]).of([param])[0])
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients unless `unscale_` has, then steps the optimizer if they are finite. See torch."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Sequence
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -16,6 +15,7 @@ from gradilocks.kernels import backend_for, reference
 from gradilocks.kernels.addresses import AddressReader
 from gradilocks.kernels.pointer_table import CHECKS_PER_STEP, SETTINGS, OptimizerKind, is_capturing
 from gradilocks.ranks.layout import local
+from gradilocks.step.gradients import parameters
 from gradilocks.torch_private import version_of
 
 __all__ = ["FusedStep", "has_master", "match_layout", "refresh_master"]
@@ -32,6 +32,8 @@ def has_master(param: Tensor, group: dict[str, Any]) -> bool:
 
 class FusedStep:
     """Address tables for the one-pass update of the parameters of one or more `gradilocks.optim` optimizers.
+
+    A control has one for all optimizers that step together. An optimizer whose `step` is called has one of its own.
 
     All parameters are on one device. The tables are valid for one set of parameters and state tensors; when
     `is_current` returns False, make a new FusedStep. As in torch, a parameter gets its state when it first has a
@@ -61,7 +63,7 @@ class FusedStep:
             wrapper subclasses of Tensor, amsgrad, maximize, dampening, a learning rate on a GPU, no kernels for the
             device.
         """
-        params = _parameters(optimizers)
+        params = parameters(optimizers)
         dtypes = getattr(backend_for(params[0].device.type), "TYPES", ()) if params else ()
         if not dtypes or None in _rules(optimizers):
             return None
@@ -75,7 +77,7 @@ class FusedStep:
         return cls(optimizers, tensors)
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], tensors: Sequence[Tensor]) -> None:
-        self.params = _parameters(optimizers)
+        self.params = parameters(optimizers)
         self.device = tensors[0].device
         self.reader = AddressReader(self.params)
         self._param_addresses = array("q", self.reader.read(self.params) or ())
@@ -152,7 +154,7 @@ class FusedStep:
         for optimizer, (state, count) in zip(optimizers, self._states, strict=True):
             if optimizer.state is not state or len(state) != count:
                 return False
-        params = _parameters(optimizers)
+        params = parameters(optimizers)
         if len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return False
         if _rules(optimizers) != self.rules:
@@ -219,7 +221,7 @@ class FusedStep:
         tables.run(addresses, self.settings(), divisor, skip)
 
     def _make_tables(self) -> Any:
-        if hasattr(backend_for(self.device.type), "adam"):
+        if hasattr(backend_for(self.device.type), "adam"):  # The C extension.
             return _CpuTables(self)
         from gradilocks.kernels.recorded_step import UpdateTables
 
@@ -264,10 +266,6 @@ class _CpuTables:
                 pairs = zip(addresses, members, strict=True)
                 self._addresses[: self._count] = array("q", [address * is_member for address, is_member in pairs])
             step(self._table, self._sizes, self._groups, self._settings, number)
-
-
-def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
-    return list(chain(*[group["params"] for optimizer in optimizers for group in optimizer.param_groups]))
 
 
 def _rules(optimizers: Sequence[torch.optim.Optimizer]) -> list[str | None]:

@@ -96,10 +96,7 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         if found_inf is not None and (starts_momentum or not is_fused) and bool(found_inf):
             return
         if grad_scale is not None and not is_fused:
-            tensors = [param for param, _ in params]
-            check_float16(
-                tensors, [param.grad for param in tensors], lambda p: f"a parameter of shape {tuple(p.shape)}"
-            )
+            check_float16([param for param, _ in params], lambda param: f"a parameter of shape {tuple(param.shape)}")
             for param, _ in params:
                 param.grad.div_(grad_scale)
         before = {name: value for name, value in vars(self).items() if name in ("grad_scale", "found_inf")}

@@ -22,6 +22,7 @@ __all__ = [
     "common_to_all",
     "describe_disagreement",
     "disagreement",
+    "first_culprits",
     "gather_flat",
     "gather_rows",
     "handshake",
@@ -99,6 +100,18 @@ def disagreement(rows: Tensor) -> Tensor:
     """0-d bool: True if ranks are at different scales or steps. No host read."""
     columns = rows[:, RANK_ROW.index("scale") : RANK_ROW.index("step") + 1]
     return (columns != columns[:1]).any()
+
+
+def first_culprits(rows: Tensor, names_by_rank: Sequence[Sequence[str]]) -> list[str]:
+    """The first parameter in backward order that has NaN or Inf, of each rank that has one. Waits for the device.
+
+    Args:
+        rows: [ranks, len(RANK_ROW)].
+        names_by_rank: as `handshake` returns them.
+    """
+    indices = rows[:, RANK_ROW.index("first_bad")].tolist()
+    lists = names_by_rank if len(names_by_rank) > 1 else [names_by_rank[0]] * len(indices)
+    return [names[int(index)] for names, index in zip(lists, indices, strict=True) if index >= 0]
 
 
 def describe_disagreement(rows: Tensor, layout: Layout) -> str:

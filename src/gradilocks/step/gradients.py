@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = [
     "elements",
     "find",
     "first_device",
+    "indexed_by_device",
     "largest_finite",
     "parameters",
 ]
@@ -114,6 +115,13 @@ def by_device(tensors: Sequence[Tensor | None]) -> list[tuple[torch.device, list
     return [(device, [tensor for tensor in present if tensor.device == device]) for device in devices]
 
 
+def indexed_by_device(tensors: Sequence[Tensor | None]) -> Iterator[tuple[list[Tensor], tuple[int, ...]]]:
+    """Yields the tensors of each device and their indices, without None."""
+    for device in dict.fromkeys(tensor.device for tensor in tensors if tensor is not None):
+        members = [(i, tensor) for i, tensor in enumerate(tensors) if tensor is not None and tensor.device == device]
+        yield [tensor for _, tensor in members], tuple(i for i, _ in members)
+
+
 def largest_finite(tensors: Sequence[Tensor | None]) -> float:
     """The largest finite number that all of these tensors can hold."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
@@ -127,10 +135,10 @@ def device_indices(indices: tuple[int, ...], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def check_float16(params: Sequence[Tensor], tensors: Sequence[Tensor | None], name: Callable[[Tensor], str]) -> None:
+def check_float16(params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
     """Raises ValueError for float16 gradients, which would be unscaled in float16."""
-    for param, tensor in zip(params, tensors, strict=True):
-        if tensor is not None and tensor.dtype is torch.float16:
+    for param in params:
+        if param.grad is not None and param.grad.dtype is torch.float16:
             raise ValueError(
                 f"Attempting to unscale FP16 gradients. {name(param)} is float16: dividing its gradient by the scale "
                 "in float16 rounds small values to zero again. Keep parameters in float32 and use torch.autocast, or "

@@ -24,7 +24,7 @@ from gradilocks.step.state import StepState
 __all__ = ["HostStep", "Totals", "decide_on_host"]
 
 _FLOAT32 = torch.finfo(torch.float32)
-_FLAGS = torch.zeros(()), torch.ones(())
+_FLAGS = torch.zeros(()), torch.ones(())  # The skip flag for False and for True.
 _TYPES = {torch.int32: ctypes.c_int32, torch.int64: ctypes.c_int64, torch.float32: ctypes.c_float}
 
 
@@ -77,7 +77,7 @@ def decide_on_host(
         skip=_FLAGS[skipped],
         multiplier=multiplier,
         divisor=min(1.0 / multiplier, _FLOAT32.max) if multiplier else math.inf,
-        overflow=_FLAGS[skipped],
+        overflow=_FLAGS[skipped],  # ClipByNorm rejects no step, so every skipped one overflowed.
         row=partial(torch.tensor, row, dtype=torch.float64),
         statistics=statistics,
         is_skipped=skipped,
@@ -169,12 +169,12 @@ class HostStep:
         self._steps.value += 1
         self._streak.value = self._streak.value + 1 if skipped else 0
         rules = self._state.rules
-        if not moves or rules is None or not rules.moves:
+        if not moves or rules is None:
             return
         if not skipped and self._tracker.value + 1 < rules.growth_interval:
             self._tracker.value += 1
         else:
-            self._state.update_scale(_FLAGS[skipped] > 0, torch.tensor(math.nan))
+            self._state.update_scale(torch.tensor(skipped), torch.tensor(math.nan))  # The rules ignore `largest`.
 
 
 def _statistics(table: array[float], count: int) -> Tensor:

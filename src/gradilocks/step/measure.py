@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from gradilocks import kernels
 from gradilocks.checks import check_order
 from gradilocks.names import Names
-from gradilocks.ranks.collective import RANK_ROW, combine, gather_rows, handshake, reduce_powers
+from gradilocks.ranks.collective import combine, first_culprits, gather_rows, handshake, reduce_powers
 from gradilocks.ranks.layout import Layout, ShareFunction, is_dtensor, layout_of, reduce_partial
 from gradilocks.step.decide import local_row
-from gradilocks.step.gradients import device_indices, elements
+from gradilocks.step.gradients import device_indices, elements, indexed_by_device
 from gradilocks.step.state import StepState
 
 __all__ = ["Measurement", "measure", "statistics_of"]
@@ -35,16 +35,12 @@ def statistics_of(tensors: Sequence[Tensor | None], *, order: float = 2.0, detai
         float64 [5, n] on the device of the first tensor, one row for each of `kernels.STATISTICS`; zeros for None.
     """
     present = [tensor for tensor in tensors if tensor is not None]
-    devices = {tensor.device for tensor in present}
-    if len(present) == len(tensors) and len(devices) == 1:
+    if len(present) == len(tensors) and len({tensor.device for tensor in present}) == 1:
         return kernels.measure(present, order=order, detail=detail)
     target = present[0].device
     statistics = torch.zeros(len(kernels.STATISTICS), len(tensors), dtype=torch.float64, device=target)
-    for device in devices:
-        indices = tuple(i for i, tensor in enumerate(tensors) if tensor is not None and tensor.device == device)
-        part = kernels.measure(
-            [tensor for i in indices if (tensor := tensors[i]) is not None], order=order, detail=detail
-        )
+    for on_device, indices in indexed_by_device(tensors):
+        part = kernels.measure(on_device, order=order, detail=detail)
         statistics.index_copy_(1, device_indices(indices, target), part.to(target))
     return statistics
 
@@ -124,10 +120,7 @@ def measure(
 
     def find_culprits() -> tuple[str, ...]:
         culprits = [name for name, count in zip(names, bad.tolist(), strict=True) if count]
-        for rank, number in enumerate(rows[:, RANK_ROW.index("first_bad")].tolist()):
-            if number >= 0:
-                culprits.append(by_rank[rank if len(by_rank) > 1 else 0][int(number)])
-        return tuple(dict.fromkeys(culprits))
+        return tuple(dict.fromkeys([*culprits, *first_culprits(rows, by_rank)]))
 
     present = {
         name: norm for name, norm, gradient in zip(names, norms.unbind(), grads, strict=True) if gradient is not None

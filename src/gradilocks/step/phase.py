@@ -23,7 +23,7 @@ class Phase(enum.Enum):
     CLEAR = "no scaled loss since the last step"
     SCALED = "gradients that carry the scale"
     UNSCALED = "gradients after unscale_()"
-    USED = "gradients of a finished step"
+    USED = "gradients of a finished step, or of a scale that has changed since"
 
 
 class _Mark(NamedTuple):
@@ -141,25 +141,19 @@ class OptimizerPhase:
                 "every step()."
             )
 
-    def note_unscaled(self, overflow: Tensor) -> None:
-        """Records that the gradients were unscaled in place."""
-        self._enter(Phase.UNSCALED, overflow)
+    def enter(self, phase: Phase, overflow: Tensor | None = None) -> None:
+        """Enters a phase other than SCALED, and marks the gradients to which it applies.
 
-    def note_used(self) -> None:
-        """Records that a step used the gradients, or that `update()` changed the scale without one."""
-        self._enter(Phase.USED)
-
-    def note_cleared(self) -> None:
-        """Records that zero_grad() cleared the gradients."""
-        self._enter(Phase.CLEAR)
+        Args:
+            phase: the phase.
+            overflow: the flag that `unscale_` computed.
+        """
+        self.phase, self.overflow, self._leftovers = phase, overflow, []
+        self._marks = [] if phase is Phase.CLEAR else self._mark()
 
     def has_used_gradients(self) -> bool:
         """True if the gradients of a finished step have been neither cleared nor replaced."""
         return self.phase is Phase.USED and any(mark.is_unchanged() and mark.is_nonzero() for mark in self._marks)
-
-    def _enter(self, phase: Phase, overflow: Tensor | None = None) -> None:
-        self.phase, self.overflow, self._leftovers = phase, overflow, []
-        self._marks = [] if phase is Phase.CLEAR else self._mark()
 
     def _mark(self, *, every: bool = False) -> list[_Mark]:
         """Marks the first and the last gradient, since gradients are cleared together, or every gradient."""

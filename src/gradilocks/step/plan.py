@@ -79,7 +79,7 @@ class StepPlan:
         """Part of the fast step; None if `update` calls `optimizer.step()`."""
         # For `_is_fast_step_current`: what the fast step was created for.
         self._bypasses_step = False
-        self._scale: Tensor | None = None
+        self._state_tensors: dict[str, Tensor] | None = None
         self._sizes: tuple[int, ...] = ()
 
     def step(
@@ -104,11 +104,11 @@ class StepPlan:
             self._check_float16()
         grads = [param.grad for param in self.params]
         self._check_present(grads)
-        if self._has_fast_step():
-            assert self._fast is not None
+        fast = self._fast_step()
+        if fast is not None:
             if self._fused is None:
                 self._check_parameters()
-            decision = self._fast.run(
+            decision = fast.run(
                 grads,
                 is_unscaled=is_unscaled,
                 moves=moves and self._scale_moves,
@@ -149,8 +149,7 @@ class StepPlan:
         """
         self._check_present(tensors)
         device = first_device(self.optimizers)
-        if self._state.steps.device != device:
-            self._state.to(device)
+        self._state.to(device)
         if any(tensor is not None for tensor in tensors):
             # ClipByNorm with a plain scale rule does not use the largest magnitude.
             is_detailed = detail or self._clip_rule is None
@@ -192,8 +191,7 @@ class StepPlan:
         names = dict(zip(map(id, self.params), self.names, strict=True))
         for optimizer in self.optimizers:
             if not uses_amp_arguments(optimizer):
-                params = parameters([optimizer])
-                check_float16(params, [param.grad for param in params], lambda param: names[id(param)])
+                check_float16(parameters([optimizer]), lambda param: names[id(param)])
 
     def _check_parameters(self) -> None:
         params = parameters(self.optimizers)
@@ -212,17 +210,17 @@ class StepPlan:
 
     # --- the recorded step and the host step ------------------------------------------------------------------------
 
-    def _has_fast_step(self) -> bool:
-        """Creates the recorded step or the host step, or replaces an outdated one; False if neither applies."""
+    def _fast_step(self) -> RecordedStep | HostStep | None:
+        """The recorded step or the host step, created or replaced if necessary; None if neither applies."""
         if self._fast is not None and self._is_fast_step_current():
-            return True
+            return self._fast
         self._fast = None
         device = first_device(self.optimizers)
         if self._clip_rule is None or self._clip_rule.order not in (1.0, 2.0, math.inf):
-            return False
+            return None
         is_recorded = kernels.has_recorded_step(device.type)
         if not is_recorded and (device.type != "cpu" or self.layout is not None):
-            return False
+            return None
         if is_capturing(device):
             raise RuntimeError(
                 "the first step creates optimizer state and tables, which a CUDA graph cannot capture. Take a step "
@@ -232,9 +230,9 @@ class StepPlan:
         dtypes = _DTYPES["cuda" if is_recorded else "cpu"]
         if not all(_is_supported(local(param), device, dtypes) for param in self.params):
             self._clip_rule = None
-            return False
+            return None
         self._state.to(device)
-        self._scale, self._sizes = self._state.scale, tuple(map(Tensor.numel, self.params))
+        self._state_tensors, self._sizes = self._state.tensors, tuple(map(Tensor.numel, self.params))
         self._bypasses_step = all(map(can_bypass_step, self.optimizers))
         self._fused = FusedStep.make(self.optimizers) if self._bypasses_step else None
         if is_recorded:
@@ -243,11 +241,12 @@ class StepPlan:
             self._fast = HostStep(
                 self.params, self._state, self._clip_rule, max_gradient=self._max_gradient, fused=self._fused
             )
-        return True
+        return self._fast
 
     def _is_fast_step_current(self) -> bool:
         """True if the fast step still uses the current tensors of the state and of the optimizers."""
-        if self._scale is not self._state.scale or self._bypasses_step != all(map(can_bypass_step, self.optimizers)):
+        bypasses_step = all(map(can_bypass_step, self.optimizers))
+        if self._state_tensors is not self._state.tensors or self._bypasses_step != bypasses_step:
             return False
         if self._fused is None:
             has_device = self.params[0].device == self._state.scale.device

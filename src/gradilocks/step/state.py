@@ -28,8 +28,8 @@ class StepState:
 
     def __init__(self, policy: ScalePolicy | None) -> None:
         self.policy = policy
-        rules = getattr(policy, "rules", None)
-        self.rules: ScaleRules | None = ScaleRules(moves=False) if policy is None else rules and rules()
+        rules_of_policy = getattr(policy, "rules", lambda: None)
+        self.rules: ScaleRules | None = ScaleRules(moves=False) if policy is None else rules_of_policy()
         """The policy in plain numbers, or None if only its `update` can express it."""
         self.tensors: dict[str, Tensor] = dict(initial_state(1.0) if policy is None else policy.init())
         """The policy's state, including "scale"."""

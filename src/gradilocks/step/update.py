@@ -12,7 +12,7 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks.optim.optimizers import SinglePassOptimizer
 from gradilocks.step.decide import Decision
-from gradilocks.step.gradients import device_indices
+from gradilocks.step.gradients import by_device, device_indices, indexed_by_device
 from gradilocks.step.phase import StepGuard
 from gradilocks.torch_private import has_other_hooks
 
@@ -30,16 +30,12 @@ def update(optimizer: Any, tensors: Sequence[Tensor | None], decision: Decision,
     """
     if decision.is_skipped:
         return
-    is_decided = decision.is_skipped is not None
-    if uses_amp_arguments(optimizer) and (is_decided or not _needs_host_decision(optimizer, tensors, decision.skip)):
-        if decision.clipping is not None:
-            _apply_per_tensor(decision, tensors, begin)
-        # A Python number means that the host decided not to skip.
-        is_on_host = not isinstance(decision.divisor, Tensor)
-        divisor = (
-            None if is_on_host and decision.divisor == 1.0 else torch.as_tensor(decision.divisor, dtype=torch.float32)
-        )
-        with amp_arguments(optimizer, divisor, None if is_on_host else decision.skip):
+    is_taken = decision.is_skipped is not None  # The host has decided.
+    if uses_amp_arguments(optimizer) and (is_taken or not _needs_host_decision(optimizer, tensors, decision.skip)):
+        _apply_per_tensor(decision, tensors, begin)
+        needs_divisor = not is_taken or decision.divisor != 1.0
+        divisor = torch.as_tensor(decision.divisor, dtype=torch.float32) if needs_divisor else None
+        with amp_arguments(optimizer, divisor, None if is_taken else decision.skip):
             optimizer.step()
         return
     if not bool(decision.skip):  # The host decides: this optimizer cannot skip by itself.
@@ -49,11 +45,10 @@ def update(optimizer: Any, tensors: Sequence[Tensor | None], decision: Decision,
 
 def apply_in_place(decision: Decision, tensors: Sequence[Tensor | None], begin: int = 0) -> None:
     """Unscales and clips the gradients in place."""
-    if decision.clipping is not None:
-        _apply_per_tensor(decision, tensors, begin)
+    _apply_per_tensor(decision, tensors, begin)
     multiplier = torch.as_tensor(decision.multiplier, dtype=torch.float64)
-    for on_device, _ in _by_device(tensors):
-        kernels.multiply_(on_device, multiplier.to(on_device[0].device))
+    for device, on_device in by_device(tensors):
+        kernels.multiply_(on_device, multiplier.to(device))
 
 
 def _apply_per_tensor(decision: Decision, tensors: Sequence[Tensor | None], begin: int) -> None:
@@ -68,7 +63,7 @@ def _apply_per_tensor(decision: Decision, tensors: Sequence[Tensor | None], begi
                 shape = (-1, *(1,) * (tensor.dim() - 1)) if tensor.dim() > 1 else ()
                 factors = torch.where(is_taken, factor, 1.0).reshape(shape).to(tensor.device)
                 tensor.copy_(tensor.to(factors.dtype) * factors)
-    for on_device, indices in _by_device(tensors):
+    for on_device, indices in indexed_by_device(tensors):
         device = on_device[0].device
         if clipping.factors is not None:
             factors = torch.where(is_taken, clipping.factors, 1.0)
@@ -78,16 +73,6 @@ def _apply_per_tensor(decision: Decision, tensors: Sequence[Tensor | None], begi
             # The elements still carry the scale, and the clip factor is applied after the clamp.
             bound = clipping.value / decision.multiplier
             kernels.clamp_(on_device, torch.where(is_taken, bound, torch.inf).to(device))
-
-
-def _by_device(tensors: Sequence[Tensor | None]) -> Iterator[tuple[list[Tensor], list[int]]]:
-    """Yields the tensors of each device and their indices, without None."""
-    indices: dict[torch.device, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        if tensor is not None:
-            indices.setdefault(tensor.device, []).append(i)
-    for members in indices.values():
-        yield [tensor for i in members if (tensor := tensors[i]) is not None], members
 
 
 def _step_function(optimizer: Any) -> Any:
