@@ -2,7 +2,7 @@
 
 scale, growth_factor, backoff_factor, growth_interval, _growth_tracker     torch.amp.GradScaler's keys
 gradilocks:
-    version         of this format
+    version         version of this format
     steps, streak   counters
     scale_policy    class name
     scale_state     state of the policy other than scale and growth tracker
@@ -126,7 +126,7 @@ def load(control: GradientControl, state_dict: Mapping[str, Any]) -> None:
     for phase in control._phases:
         phase.pending = None
         if phase.phase is not Phase.CLEAR:
-            phase.note_used()  # The gradients carry the previous scale.
+            phase.note_used()  # The gradients have the previous scale.
 
 
 def _read_clip(plan: StepPlan, saved: Mapping[str, Any]) -> list[dict[str, Tensor]]:

@@ -386,7 +386,7 @@ class QuantileClip(ClipPolicy):
 
 @dataclass(frozen=True)
 class ZScoreClip(ClipPolicy):
-    """Clips outliers of the global norm towards its running mean, larger ones more strongly (ZClip).
+    """Clips outliers of the global norm towards its running mean; larger outliers more strongly (ZClip).
 
         z = (norm - mean) / (std + 1e-6)
         if z > threshold:  bound = mean + threshold^2 / z * std
@@ -501,13 +501,13 @@ class SkipSpikes(ClipPolicy):
 
 @dataclass(frozen=True)
 class Chain:
-    """Clip policies in the order in which they apply. Made by `chain`."""
+    """Clip policies in the order in which they apply. Created by `chain`."""
 
     policies: tuple[ClipPolicy, ...]
 
 
 def chain(*policies: object) -> Chain:
-    """Applies clip policies one after the other; each gets the norms after the previous ones.
+    """Applies clip policies one after the other; each receives the norms after the previous ones.
 
     If one policy rejects a step, the step is skipped and no policy updates its state.
 
@@ -596,7 +596,7 @@ def _matches(key: str | int, name: str, param_group: tuple[int, str | None]) -> 
 
 
 def _empty_window(size: int) -> dict[str, Tensor]:
-    """State of a policy with a window of norms, oldest first; inf for those still missing."""
+    """State of a policy with a window of norms, oldest first; unused entries are inf."""
     return {"norms": torch.full((size,), math.inf, dtype=torch.float64)}
 
 

@@ -25,7 +25,7 @@ from gradilocks.scale import check_scale, resolve_scale
 from gradilocks.schedule import Scheduler
 from gradilocks.step.closure import step_with_closure
 from gradilocks.step.decide import Decision
-from gradilocks.step.gradients import by_device, check_float16, check_optimizers, find, first_device, parameters
+from gradilocks.step.gradients import by_device, check_float16, check_optimizers, dense_grads, first_device, parameters
 from gradilocks.step.phase import OptimizerPhase, Phase, StepGuard
 from gradilocks.step.plan import StepPlan
 from gradilocks.step.state import StepState
@@ -238,7 +238,7 @@ class GradientControl:
         for phase in self._phases:
             phase.pending = None
             if phase.phase in (Phase.SCALED, Phase.UNSCALED):
-                phase.note_used()  # Later gradients carry another scale and must not be added to these.
+                phase.note_used()  # Later gradients have another scale and must not be added to these.
 
     def zero_grad(self, set_to_none: bool = True, *, only: Any = None) -> None:
         """Clears the gradients of all optimizers, or of one.
@@ -270,7 +270,7 @@ class GradientControl:
                 self._phases[i].check_unscale()
             self._check_float16(parameters([self.optimizers[i]]))
         for i in indices:
-            tensors = [tensor for tensor in find(parameters([self.optimizers[i]])) if tensor is not None]
+            tensors = [tensor for tensor in dense_grads(parameters([self.optimizers[i]])) if tensor is not None]
             inverse = self._state.scale.double().reciprocal()
             flags = [
                 kernels.unscale_(group, inverse.to(device)).to(inverse.device) for device, group in by_device(tensors)
@@ -290,7 +290,7 @@ class GradientControl:
         is_unscaled, overflow = self._check_before_step(indices)
         plan = self._plan(indices)
         self._compare_ranks(plan)
-        row = plan.decide(find(plan.params), is_unscaled=is_unscaled, overflow=overflow).row()
+        row = plan.decide(dense_grads(plan.params), is_unscaled=is_unscaled, overflow=overflow).row()
         return row[3].to(torch.float32)
 
     def scheduler(self, scheduler: Any) -> Scheduler:
@@ -502,7 +502,7 @@ class GradientControl:
             is_unscaled, overflow = self._check_before_step((0,))
             if self._state.policy is not None and not is_unscaled:
                 self._check_float16(plan.params)
-            tensors = find(plan.params)
+            tensors = dense_grads(plan.params)
             loss = self._loss()
             detail = bool(self._subscribers)
             decision = plan.decide(tensors, is_unscaled=is_unscaled, overflow=overflow, loss=loss, detail=detail)

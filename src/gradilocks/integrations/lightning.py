@@ -108,7 +108,7 @@ class _ControlledPrecision:
         return self.control
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss for the native plugin."""
+        """Scales the loss, unless the native plugin does it with `scaler`."""
         self.control.update_scale()
         self.has_loss = True
         return loss if self.scaler is not None else self.control.scale_loss(loss)
@@ -125,7 +125,7 @@ class _ControlledPrecision:
         self.control.step(closure, only=optimizer if has_more_optimizers else None)
 
     def unscale(self, optimizer: Any) -> None:
-        """Unscales the gradients of one optimizer, unless they are unscaled."""
+        """Unscales the gradients of one optimizer, unless they are already unscaled."""
         if self.control._phases[self.control._indices(optimizer)[0]].phase is Phase.SCALED:
             self.control.unscale_(only=optimizer)
 

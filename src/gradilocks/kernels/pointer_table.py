@@ -149,7 +149,7 @@ class GradientLayout:
             None if a gradient does not have the dtype, strides and placements of its parameter.
 
         Raises:
-            RuntimeError: if the storage of a gradient was freed, or if it has not as many elements as its parameter.
+            RuntimeError: if the storage of a gradient was freed, or if its number of elements is not its parameter's.
         """
         if not self._are_dense:
             return None

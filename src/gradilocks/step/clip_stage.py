@@ -79,7 +79,7 @@ class ClipStage:
             norms: 1-d, norm of each parameter's unscaled gradient on this rank.
             total: 0-d, their global norm over all ranks.
             tensors: the gradients, for policies that bound rows.
-            gradient_scale: 0-d, the scale that `tensors` carry.
+            gradient_scale: 0-d, the scale of `tensors`; 1 if they are unscaled.
         """
         factor, bound = torch.ones_like(total), torch.full_like(total, math.inf)
         rejecting_bound, reject = bound, torch.zeros_like(total, dtype=torch.bool)

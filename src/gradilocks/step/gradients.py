@@ -19,9 +19,9 @@ __all__ = [
     "by_device",
     "check_float16",
     "check_optimizers",
+    "dense_grads",
     "device_indices",
     "elements",
-    "find",
     "first_device",
     "largest_finite",
     "parameters",
@@ -66,7 +66,7 @@ def check_optimizers(optimizers: Sequence[Any], names: Names) -> None:
         ids.add(id(param))
 
 
-def find(params: Sequence[Tensor]) -> list[Tensor | None]:
+def dense_grads(params: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradient of each parameter as a dense, real, local tensor; None where there is none.
 
     In-place writes to these tensors change the gradients.

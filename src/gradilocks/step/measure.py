@@ -77,13 +77,13 @@ def measure(
     distinct: str | Iterable[str] = (),
     share: ShareFunction | None = None,
 ) -> Measurement:
-    """Measures gradients without stepping, for training loops other than your own.
+    """Measures gradients without stepping, for training loops that you cannot change.
 
     With several ranks this is a collective that all of them must call. The first call with a list of parameters also
     compares the lists over ranks, so all ranks must change theirs at the same call. Does not wait for the device.
 
     Args:
-        params: a module, a parameter, parameters, or pairs of name and parameter. One listed twice counts once.
+        params: a module, a parameter, parameters, or pairs of name and parameter. Duplicates count once.
         grad: returns the gradient of a parameter; by default `param.grad`. Megatron: `lambda p: p.main_grad`.
         order: p of the norms, from 1 to 8, or inf.
         mesh, distinct, share: the ranks; as for GradientControl.

@@ -21,7 +21,7 @@ class Phase(enum.Enum):
     """The state of an optimizer's gradients."""
 
     CLEAR = "no scaled loss since the last step"
-    SCALED = "gradients that carry the scale"
+    SCALED = "scaled gradients"
     UNSCALED = "gradients after unscale_()"
     USED = "gradients of a finished step"
 
@@ -120,14 +120,14 @@ class OptimizerPhase:
             )
         if self.phase is Phase.CLEAR:
             raise ScaleMisuse(
-                "step() without a scaled loss: the gradients do not carry the scale, so dividing by it would make them "
-                "too small. Call control.backward(loss) instead of loss.backward(), or pass scale=None."
+                "step() without a scaled loss: the gradients are not scaled, so dividing them by the scale would make "
+                "them too small. Call control.backward(loss) instead of loss.backward(), or pass scale=None."
             )
         if self._leftovers:
             self._check_leftovers()
 
     def check_unscale(self) -> None:
-        """Raises ScaleMisuse for gradients that do not carry the scale, or are left over from an earlier step."""
+        """Raises ScaleMisuse for gradients that are not scaled, or are left over from an earlier step."""
         if self.phase is Phase.UNSCALED:
             raise ScaleMisuse("unscale_() was already called since the last step. Remove the second call.")
         if self.phase is not Phase.SCALED:
@@ -179,7 +179,7 @@ _ONTO_UNSCALED = (
 
 
 class StepGuard:
-    """A step pre-hook that rejects `optimizer.step()` while the gradients carry the scale of a control.
+    """A step pre-hook that rejects `optimizer.step()` while the gradients are scaled by a control.
 
     Args:
         phase: phase of the optimizer. The reference is weak, so that the hook does not keep the control alive.
@@ -194,11 +194,11 @@ class StepGuard:
             return
         if phase.phase is Phase.SCALED:
             raise ScaleMisuse(
-                "optimizer.step() while the gradients carry the scale of a GradientControl. Call control.step(), or "
+                "optimizer.step() while the gradients are scaled by a GradientControl. Call control.step() instead, or "
                 "control.unscale_() first."
             )
         if phase.has_used_gradients():
             raise ScaleMisuse(
-                "optimizer.step() after control.step(): the gradients were used and may still carry the scale. Remove "
+                "optimizer.step() after control.step(): the gradients were used and may still be scaled. Remove "
                 "optimizer.step(); control.step() has already stepped the optimizer."
             )

@@ -36,7 +36,7 @@ class StepState:
         self.steps = torch.zeros((), dtype=torch.int64)
         """Number of decisions so far, skipped steps included."""
         self.streak = torch.zeros((), dtype=torch.int32)
-        """Number of consecutive non-finite steps up to now."""
+        """Current number of consecutive non-finite steps."""
 
     @property
     def scale(self) -> Tensor:
@@ -69,10 +69,10 @@ class StepState:
 
     @torch.no_grad()
     def update_scale(self, overflow: Tensor, largest: Tensor, keep_scale: Tensor | None = None) -> None:
-        """Updates the scale by the policy after a step.
+        """Updates the scale with the policy after a step.
 
         Args:
-            overflow: 0-d bool, a gradient contained NaN or Inf.
+            overflow: 0-d bool, True if a gradient contained NaN or Inf.
             largest: 0-d, largest magnitude of the scaled gradients.
             keep_scale: 0-d bool, True to leave the scale unchanged because a clip policy rejected the step.
         """
