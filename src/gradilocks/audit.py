@@ -355,7 +355,7 @@ class GradientCounter:
             for module, name in self._names.items()
         )
         if not any(row.any() for row in self._parameters.values()):
-            raise NoGradients("no parameter of the model has a gradient. loss_fn must use the model that it gets.")
+            raise NoGradients("no parameter of the model has a gradient. loss_fn must use the model that it receives.")
         return Audit(batches, modules, tuple(_examine(format, modules) for format in formats), label)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -103,7 +103,7 @@ class Call:
 
 
 def _outputs(output: Any) -> list[Tensor]:
-    """The floating-point outputs; for a module that returns its loss only the scalars, where backward begins."""
+    """The floating-point outputs, or only the scalars if the module returns its loss: backward begins there."""
     found = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() or tensor.is_complex()]
     scalars = [tensor for tensor in found if tensor.dim() == 0 and tensor.requires_grad]
     return scalars or found
@@ -267,7 +267,7 @@ class _Replay:
 
     call: Call
     reason: str = ""
-    """Why the replay failed or differs from the call."""
+    """The reason why the replay failed or differs from the call; "" if it agrees."""
     output: Origin | None = None
     """Origin of a non-finite output."""
     gradients: dict[int, Origin] = field(default_factory=dict)
@@ -313,7 +313,7 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, was_cut: bool
     """The earliest origin that the replays connect to the parameters' gradients."""
     bad = {id(param) for param in params}
     found = not bad or any(key in bad for replay in replays for key in replay.gradients)
-    for replay in replays:  # Of several micro-batches the first; within one call the earliest operation.
+    for replay in replays:  # The first of several micro-batches; within one call, the earliest operation.
         inside = [o for key, o in replay.gradients.items() if key in bad and o.source != "received"]
         if replay.call.is_differentiated_twice and not loss_value:
             inside = [origin for origin in inside if origin.phase == "forward"]
@@ -534,8 +534,8 @@ def _difference(call: Call, outputs: list[Tensor]) -> str:
 
 def _named_inputs(call: Call) -> Iterator[tuple[str, Tensor]]:
     name = type(call.module).__name__
-    given = {**{f"argument {i + 1}": value for i, value in enumerate(call.args)}, **call.kwargs}
-    for key, value in given.items():
+    arguments = {**{f"argument {i + 1}": value for i, value in enumerate(call.args)}, **call.kwargs}
+    for key, value in arguments.items():
         for tensor in tensors_in(value):
             yield f"{key} of {name}", tensor
 
@@ -585,8 +585,8 @@ def _refill(container: Any, content: Any) -> None:
 def module_names(params: Sequence[Tensor]) -> dict[nn.Module, str]:
     """The name of every module in the process. Searches all objects, which takes about 0.1 s.
 
-    If one outermost module owns all of `params`, names of its submodules have no prefix. All other names begin with the
-    script's variable or attribute that refers to the outermost module, else with its class.
+    If one outermost module owns all of `params`, the names of its submodules have no prefix. All other names begin with
+    the script's variable or attribute that refers to the outermost module, or else with its class.
 
     Args:
         params: parameters that are trained.
@@ -618,7 +618,7 @@ def _variable(module: nn.Module) -> str:
     """The name of the script's local variable, global variable or attribute that refers to a module; "" if none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        is_ours = frame.f_globals.get("__name__", "").startswith("gradilocks.")  # Reading `f_locals` makes a referrer.
+        is_ours = frame.f_globals.get("__name__", "").startswith("gradilocks.")  # Reading `f_locals` adds a referrer.
         for variables in () if is_ours else (frame.f_locals, frame.f_globals):
             for name, value in list(variables.items()):
                 if value is module:
