@@ -264,17 +264,17 @@ def audit(
     if isinstance(batches, Tensor):
         raise TypeError("batches must be an iterable of batches, got a tensor. For one batch write [batch].")
     counter = GradientCounter(model)
-    done = 0
+    batch_count = 0
     with _unchanged(model), run_eagerly(), torch.enable_grad(), contextlib.ExitStack() as stack:
         stack.callback(counter.detach)
         counter.attach()
         for batch in islice(batches, steps):
             loss_fn(model, batch).backward()  # type: ignore[no-untyped-call]
             model.zero_grad(set_to_none=True)
-            done += 1
-    if not done:
+            batch_count += 1
+    if not batch_count:
         raise ValueError("batches is empty. Pass at least one batch.")
-    return counter.result(done, chosen, label=label)
+    return counter.result(batch_count, chosen, label=label)
 
 
 @contextlib.contextmanager

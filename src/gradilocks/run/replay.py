@@ -131,7 +131,7 @@ class CallLog:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.was_cut = False
+        self.is_truncated = False
         self.finite_step: list[tuple[weakref.ref[nn.Module], bool, list[Tensor]]] = []
         """Module, `has_grad` and norms of the outputs of each call before the last step, if that step was finite."""
         self._has_stepped = self._was_finite = False
@@ -190,11 +190,11 @@ class CallLog:
             finished = [(weakref.ref(call.module), call.has_grad, call.norms) for call in self.calls]
             self.finite_step = finished if self._was_finite else []
             self.calls = [call for call in self.calls if call.is_pending]
-            self._has_stepped = self.was_cut = False
+            self._has_stepped = self.is_truncated = False
         if len(self.calls) >= MAX_CALLS:
             # Evaluation runs many calls without gradients between two steps.
             idle = next((i for i, call in enumerate(self.calls) if not call.has_grad), None)
-            self.was_cut |= idle is None
+            self.is_truncated |= idle is None
             del self.calls[idle or 0]
         counters = self._counters[module.training]
         if module not in counters:
@@ -302,14 +302,14 @@ def find_culprit(log: CallLog, params: Sequence[Tensor], names: Mapping[nn.Modul
         replays = [_replay(call, names, _harmless(call, log)) for call in log.calls]
     finally:
         _set_random_state(random_state)
-    culprit = _conclude(replays, params, was_cut=log.was_cut, loss_value=loss_value)
+    culprit = _conclude(replays, params, is_truncated=log.is_truncated, loss_value=loss_value)
     largest = max((float(param.detach().abs().max()) for param in params if param.numel()), default=0.0)
     if largest > LARGE_WEIGHT:
         culprit = replace(culprit, text=f"{culprit.text}; weights have grown to {largest:.4g}")
     return culprit
 
 
-def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, was_cut: bool, loss_value: str) -> Culprit:
+def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, is_truncated: bool, loss_value: str) -> Culprit:
     """The earliest origin that the replays connect to the parameters' gradients."""
     bad = {id(param) for param in params}
     found = not bad or any(key in bad for replay in replays for key in replay.gradients)
@@ -342,7 +342,7 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, was_cut: bool
     ]
     if any(replay.call.is_differentiated_twice for replay in replays):
         doubts.append("the step differentiates gradients, which a replay does not repeat")
-    if doubts or was_cut:
+    if doubts or is_truncated:
         return _unknown(doubts[0] if doubts else f"more than {MAX_CALLS} module calls since the last step")
     if found:
         for replay in reversed(replays):

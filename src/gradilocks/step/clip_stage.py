@@ -62,12 +62,12 @@ class ClipStage:
         self._params, self._layout = params, layout
         self.order = float(getattr(policies[0], "order", 2.0)) if policies else 2.0
         """The p of the norm that the policies bound."""
-        self._members: list[tuple[tuple[int, ...], int] | None] = []
+        self._groupings: list[tuple[tuple[int, ...], int] | None] = []  # Group of each parameter, number of groups.
         self._row_counts: list[int] = []
         for policy in self.policies:
             per = getattr(policy, "per", "model")
-            member = tuple(policy.groups(names, groups)) if per == "group" else None
-            self._members.append(None if member is None else (member, policy.count))
+            is_grouped = per == "group"
+            self._groupings.append((tuple(policy.groups(names, groups)), policy.count) if is_grouped else None)
             if per == "row":
                 self._row_counts = [policy.rows(name, param.shape) for name, param in zip(names, params, strict=True)]
                 check_rows_are_local(params, self._row_counts, names)
@@ -89,7 +89,7 @@ class ClipStage:
         observations: list[tuple[Tensor, Tensor, Any]] = []
         local = norms
         remaining = len(self.policies)
-        for policy, state, member in zip(self.policies, self.states, self._members, strict=True):
+        for policy, state, grouping in zip(self.policies, self.states, self._groupings, strict=True):
             remaining -= 1
             per = getattr(policy, "per", "model")
             self._to_device(state, total)
@@ -100,8 +100,8 @@ class ClipStage:
                 state = {**state, "weight_norms": _concatenate(weights, total)}
                 own_norms = _concatenate(rows, total)
             elif per == "group":
-                assert member is not None
-                own_norms = self._group_norms(local, *member)
+                assert grouping is not None
+                own_norms = self._group_norms(local, *grouping)
             else:
                 own_norms = self._tensor_norms(local) if per == "tensor" else total.reshape(1)
             limit = policy.limit(own_norms, total, state)
@@ -117,8 +117,8 @@ class ClipStage:
                 row_factors, per_tensor = self._split_rows(limit.factor, rows, local)
             else:
                 per_tensor = limit.factor
-                if member is not None:
-                    per_tensor = per_tensor[device_indices(member[0], per_tensor.device)]
+                if grouping is not None:
+                    per_tensor = per_tensor[device_indices(grouping[0], per_tensor.device)]
                 factors = per_tensor if factors is None else factors * per_tensor
             if remaining:  # Computed only for a next policy: with several ranks the total is a collective.
                 local = local * per_tensor
@@ -153,9 +153,9 @@ class ClipStage:
             return local
         return self._root(reduce_powers(self._weighted_powers(local), self._layout, self.order, over="spmd"))
 
-    def _group_norms(self, local: Tensor, member: tuple[int, ...], count: int) -> Tensor:
+    def _group_norms(self, local: Tensor, group_indices: tuple[int, ...], count: int) -> Tensor:
         powers = self._powers(local) if self._layout is None else self._weighted_powers(local)
-        sums, index = powers.new_zeros(count), device_indices(member, powers.device)
+        sums, index = powers.new_zeros(count), device_indices(group_indices, powers.device)
         if self.order == math.inf:
             sums = sums.scatter_reduce(0, index, powers, "amax")
         else:

@@ -69,10 +69,10 @@ def decide_on_host(
     multiplier = coefficient / gradient_scale
     skipped = broken or (multiplier > 1.0 and norm * multiplier > max_gradient) or multiplier == math.inf
     multiplier = 1.0 if skipped else multiplier
-    reported = norm / gradient_scale if not bad else math.nan if totals.nan else math.inf
+    reported_norm = norm / gradient_scale if not bad else math.nan if totals.nan else math.inf
     clipped = coefficient < 1.0 and not skipped
     largest = totals.largest * scale if is_unscaled else totals.largest
-    row = (skipped, False, scale, reported, clip.max_norm, clipped, step, totals.nan, totals.inf, largest)
+    row = (skipped, False, scale, reported_norm, clip.max_norm, clipped, step, totals.nan, totals.inf, largest)
     return Decision(
         skip=_FLAGS[skipped],
         multiplier=multiplier,

@@ -86,7 +86,7 @@ class OptimizerPhase:
         if self.phase is Phase.UNSCALED and any(mark.is_nonzero() for mark in self._marks):
             if not may_be_for_another_optimizer:
                 raise ScaleMisuse(_ONTO_UNSCALED)
-            self._unscaled_marks = self._mark(every=True)
+            self._unscaled_marks = self._mark(all_gradients=True)
             return
         # The second loss of a GAN may add to used gradients of the first optimizer, which are cleared later. So the
         # error, and the device read that it needs, wait until the step.
@@ -161,11 +161,11 @@ class OptimizerPhase:
         self.phase, self.overflow, self._leftovers = phase, overflow, []
         self._marks = [] if phase is Phase.CLEAR else self._mark()
 
-    def _mark(self, *, every: bool = False) -> list[_Mark]:
-        """Marks the first and the last gradient, since gradients are cleared together, or every gradient."""
+    def _mark(self, *, all_gradients: bool = False) -> list[_Mark]:
+        """Marks all gradients, or only the first and the last, since gradients are cleared together."""
         groups = self._optimizer.param_groups
-        params = [p for group in groups for p in group["params"] if p.grad is not None] if every else []
-        if not every:
+        params = [p for group in groups for p in group["params"] if p.grad is not None] if all_gradients else []
+        if not all_gradients:
             params += next(([p] for group in groups for p in group["params"] if p.grad is not None), [])
             backward = (p for group in reversed(groups) for p in reversed(group["params"]))
             params += next(([p] for p in backward if p.grad is not None), [])

@@ -107,10 +107,10 @@ def _stack(panels: list[Panel], *, has_legend: bool) -> go.Figure:
 def _curves(runs: Sequence[Run], names: Sequence[str]) -> list[Curve]:
     """The optimizers with the most steps in each run, about `MAX_CURVES` in total but at least one per run."""
     found: list[tuple[str, Columns]] = []
-    most = max(1, MAX_CURVES // max(1, len(runs)))
+    per_run = max(1, MAX_CURVES // max(1, len(runs)))
     for run, name in zip(runs, names, strict=True):
         all_steps = columns(run)
-        longest = sorted(all_steps, key=lambda steps: -len(steps))[:most]
+        longest = sorted(all_steps, key=lambda steps: -len(steps))[:per_run]
         for steps in sorted(longest, key=lambda steps: steps.optimizer):
             parts = [name] if len(runs) > 1 else []
             parts += [steps.label] if len(all_steps) > 1 else []
@@ -228,9 +228,9 @@ def _mean_zeros(steps: Columns) -> Floats:
     return values
 
 
-def _metric_panels(runs: Sequence[Run], names: Sequence[str], *, most: int = 8) -> list[Panel | None]:
-    """One panel for each of the first `most` logged metrics."""
-    metrics = list(dict.fromkeys(name for run in runs for log in run.logs for name in log["values"]))[:most]
+def _metric_panels(runs: Sequence[Run], names: Sequence[str], *, limit: int = 8) -> list[Panel | None]:
+    """One panel for each of the first `limit` logged metrics."""
+    metrics = list(dict.fromkeys(name for run in runs for log in run.logs for name in log["values"]))[:limit]
     return [_metric_panel(runs, names, metric) for metric in metrics]
 
 

@@ -674,10 +674,10 @@ def spikes(case: Case) -> Finding | None:
     )
 
 
-def _spikes(norm: Floats, *, window: int = 100, apart: int = 20) -> dict[int, float]:
-    """Rows of spikes, at most one in `apart` steps, with their ratios to the median of the preceding window."""
+def _spikes(norm: Floats, *, window: int = 100, min_distance: int = 20) -> dict[int, float]:
+    """Rows of spikes, at most one in `min_distance` steps, with their ratios to the median of the preceding window."""
     found: dict[int, float] = {}
-    last = -apart
+    last = -min_distance
     smallest = norm[np.isfinite(norm) & (norm > 0)].min(initial=np.inf)
     for row in map(int, np.flatnonzero(np.isfinite(norm) & (norm > 10 * smallest))):
         recent = norm[max(0, row - window) : row]
@@ -689,9 +689,9 @@ def _spikes(norm: Floats, *, window: int = 100, apart: int = 20) -> dict[int, fl
         spread = float(np.median(np.abs(np.log(recent / usual))))
         if norm[row] <= usual * max(10.0, math.exp(min(6 * spread, 700.0))):
             continue
-        if row - last < apart and norm[row] > norm[last]:
+        if row - last < min_distance and norm[row] > norm[last]:
             del found[last]
-        if row - last >= apart or norm[row] > norm[last]:
+        if row - last >= min_distance or norm[row] > norm[last]:
             found[row], last = float(norm[row]) / usual, row
     return found
 
