@@ -391,7 +391,7 @@ def _add(row: Tensor, grad: Tensor) -> None:
         raise GradilocksError(f"gradients are {grad.dtype} and have lost values already. Run loss_fn in float32.")
     values = grad.coalesce().values() if grad.is_sparse else grad
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-    values = values.cpu() if values.device.type == "mps" else values  # It has no float64.
+    values = values.cpu() if values.device.type == "mps" else values  # MPS has no float64.
     for chunk in torch.split(values.flatten(), _CHUNK):
         # The bits of positive floats, read as integers, have the order of the floats. Subtracting 1 moves each power of
         # two to the cell below, so that a cell includes its upper bound: a format rounds powers of two to zero, too.

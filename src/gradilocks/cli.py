@@ -95,7 +95,7 @@ def run(
         has_trace=not no_trace,
         detail_every=detail_every,
     )
-    folder = Path.cwd()  # The script may change it.
+    folder = Path.cwd()  # The script may change the working directory.
     result = run_script(["-m", *script] if is_module else script, options)
     if int(os.environ.get("RANK", 0)) == 0:
         # Errors in the summary must not change the exit code: the script may have closed its streams.
@@ -340,6 +340,6 @@ def _message(error: Exception) -> str | None:
         return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
         return f"{error.name} is not installed: pip install 'gradilocks[{EXTRAS[error.name]}]'"
-    # Importing view's BadRunFile, its only error, would import numpy, before a script can set OMP_NUM_THREADS.
+    # BadRunFile is view's only error; importing it would import numpy before a script can set OMP_NUM_THREADS.
     is_own = isinstance(error, GradilocksError) or type(error).__module__.startswith("gradilocks.view")
     return str(error) if is_own else None

@@ -152,7 +152,7 @@ class ClipPerGroup(ClipPolicy):
         for each group:  factor = min(1, limit / (norm of the group + 1e-6))
 
     Args:
-        limits: largest norm of each group, None for no limit. A key is the number of a param_group, counted over all
+        limits: largest norm of each group, None for no limit. A key is the index of a param_group, counted over all
             optimizers, the "name" in a param_group, or a shell pattern of parameter names ("embed.*", "*.bias"). The
             first key that matches a parameter wins.
         otherwise: limit for all other parameters together; None for no limit.
@@ -197,7 +197,7 @@ class ClipPerGroup(ClipPolicy):
 
         Args:
             names: names of all parameters.
-            param_groups: for each parameter, the number and the "name" of its param_group.
+            param_groups: for each parameter, the index and the "name" of its param_group.
         """
         keys = list(self.limits)
         return [

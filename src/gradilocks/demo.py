@@ -107,7 +107,7 @@ def _divide_gradient(loss: Tensor, divisor: int) -> None:
 
 @cache
 def load_text() -> tuple[Tensor, int]:
-    """Python's documentation of `help("topics")`: the character codes and the size of the vocabulary.
+    """Returns the texts of Python's `help("topics")` as character codes, and the size of the vocabulary.
 
     Raises:
         GradilocksError: this Python has no pydoc_data.topics.

@@ -107,7 +107,7 @@ class Recorder:
         self._step_count: dict[int, int] = {}
         """Number of recorded steps of each optimizer."""
         self._optimizers: dict[Any, int] = {}
-        """Number of each optimizer in the file, by control and indices."""
+        """Index in the file, by control and indices of its optimizers."""
         self._samples: dict[int, WeightSample] = {}
         self._steps, self._final_loss, self._has_start = 0, math.nan, False
         command = list(sys.argv if command is None else command)
@@ -156,7 +156,7 @@ class Recorder:
             sample.take()  # Before the next step.
 
     def index_of(self, record: StepRecord) -> int:
-        """The number of a record's optimizers in the file. Their line is written on the first call."""
+        """The index of a record's optimizers in the file. Their line is written on the first call."""
         key = weakref.ref(record.control), record.optimizers
         if key not in self._optimizers:
             control = record.control
@@ -239,7 +239,7 @@ class Recorder:
         return self._steps
 
     def add_optimizer(self, kind: str, optimizers: Sequence[Any], names: Sequence[str], **fields: Any) -> int:
-        """Writes an optimizer line; returns the number for its steps."""
+        """Writes an optimizer line; returns the optimizer's index in the file."""
         index = len(self._latest_step)
         self._latest_step[index], self._step_count[index] = -1, 0
         params = parameters(optimizers)

@@ -239,7 +239,7 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = [nonfinite_values(tensor) for tensor in inputs]
         if name == "lift_fresh":  # `torch.tensor(nan)`, `x[i] = nan`, `torch.from_numpy`.
             name, before = _FROM_NUMBERS, [()]
-        if name.endswith("_"):  # It overwrites its first input, of which a copy is kept to describe it.
+        if name.endswith("_"):  # It overwrites its first input, so a copy is described.
             inputs = [tensor.clone() if i == 0 else tensor for i, tensor in enumerate(inputs)]
             keys = [_key(tensor) for tensor in tensors_in((args, kwargs))]
         else:

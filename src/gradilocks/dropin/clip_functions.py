@@ -178,7 +178,7 @@ def _total_norm(
 def _local_norm(grads: Sequence[Tensor | None], order: float, device: torch.device) -> Tensor:
     """The norm of this rank's tensors on several devices, 0-d float64."""
     norms = [_as_tensor(kernels.norm(tensors, order)) for _, tensors in by_device(grads)]
-    # A zero on the host would have to be copied to the device, which waits.
+    # Copying a zero from the host would wait for the device.
     norms = norms or [torch.zeros((), dtype=torch.float64, device=device)]
     return kernels.total_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
 

@@ -157,7 +157,7 @@ class GradScaler(torch.amp.GradScaler):
             ScalerOutcome(self._scale, flags, optimizer, self._model) if flags and self._scale is not None else None
         )
         if without_buffer and self._outcome is not None and self._outcome.skipped:
-            # torch allocates the buffers uninitialized, and the skipped step has left them so.
+            # torch allocates the buffers uninitialized, and the skipped step has not filled them.
             for param in without_buffer:
                 optimizer.state.pop(param, None)
         return result

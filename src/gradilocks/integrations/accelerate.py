@@ -173,7 +173,7 @@ class _Methods:
                 self._control.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
         hook = accelerator.register_load_state_pre_hook(load_control)
-        scaler, accelerator.scaler = accelerator.scaler, None  # Otherwise the file must exist.
+        scaler, accelerator.scaler = accelerator.scaler, None  # With a scaler, Accelerate requires the file.
         try:
             type(accelerator).load_state(accelerator, input_dir, *args, **kwargs)
         finally:
@@ -234,7 +234,7 @@ def _skip_with_control(scheduler: Any, control: GradientControl) -> None:
 
 def _scale_policy(scaler: Any) -> object:
     """The policy of the scaler that Accelerate has created."""
-    if isinstance(scaler, ControlScaler):  # Of a control before `accelerator.free_memory()`.
+    if isinstance(scaler, ControlScaler):  # From a control before `accelerator.free_memory()`.
         return scaler.control._state.policy
     if scaler is None or not scaler.is_enabled():
         return None

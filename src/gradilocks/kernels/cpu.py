@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""Element types as kernels/native/elements.h numbers them."""
+"""Codes of element types, as in kernels/native/elements.h."""
 
 _ORDERS = {1.0: 1, 2.0: 2, math.inf: 0}
 _MULTIPLY, _CLAMP, _UNSCALE = range(3)
@@ -63,7 +63,7 @@ def _use_torch_threads() -> bool:
     """Passes torch's OpenMP functions to the extension; False if they cannot be found (macOS)."""
     path = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
     try:
-        # Symbols are also looked up in the libraries that this one depends on: torch's own libgomp.
+        # Symbols are also looked up in the libraries that this one depends on, such as torch's own libgomp.
         torch_library = ctypes.CDLL(str(path))
         functions = [torch_library[name] for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")]
     except (OSError, AttributeError):
@@ -150,7 +150,7 @@ def adam(table: Tensor, sizes: Tensor, kinds: Tensor, groups: Tensor, settings: 
     Args:
         table: int64 [6, n], contiguous: addresses of gradient, parameter, step count (float32), exp_avg, exp_avg_sq
             and float32 master copy. 0 is absent; a parameter without gradient is left unchanged.
-        sizes: int64 [n]: numbers of elements. All tensors of a column are dense with the same strides.
+        sizes: int64 [n]: number of elements of each. All tensors of a column are dense with the same strides.
         kinds: int32 [n]: `DTYPE_CODES` of parameter | gradient << 3 | state << 6.
         groups: int32 [n]: row of `settings` for each parameter.
         settings: float64 [g, 8]: lr, weight_decay, beta1, beta2, eps, 1 for decoupled weight decay (AdamW) else 0.

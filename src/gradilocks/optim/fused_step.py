@@ -47,7 +47,7 @@ class FusedStep:
         rows: addresses of each parameter, its step count, first and second moment (or momentum buffer) and master; 0
             where there is none.
         kinds: kind of each parameter; None for a parameter without gradient and state.
-        groups: number of each parameter's group.
+        groups: index of each parameter's group.
         rules: rule of each group: adam, adamw, momentum or sgd.
     """
 

@@ -80,7 +80,7 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         if any(has_master(param, group) for param, group in params):
             raise RuntimeError(
                 "master_weights=True needs the single-pass kernels, which do not cover this step: they need Triton on "
-                "CUDA or the C extension on a CPU, parameters on one device, gradients laid out as their parameters, "
+                "CUDA or the C extension on a CPU, parameters on one device, gradients with their parameters' strides, "
                 "and no amsgrad, maximize, dampening or learning rate on a GPU."
             )
         fused = [group["fused"] for group in self.param_groups]

@@ -66,7 +66,7 @@ class Layout:
     distinct_groups: tuple[Any, ...]
     """Process groups of the `distinct=` dimensions."""
     stage: int
-    """Number of this rank's parameter list: its row-major coordinate along the `distinct=` dimensions."""
+    """Index of this rank's parameter list: its row-major coordinate along the `distinct=` dimensions."""
     shares: tuple[float, ...]
     """For each parameter, the weight of this rank's elements in sums over all ranks."""
     device: torch.device

@@ -137,7 +137,7 @@ class CallLog:
         self._has_stepped = self._was_finite = False
         self._thread = _Depth()
         self._saved_tensors_hooks: list[tuple[Any, Any]] = []
-        # By `training`: some counters advance in training only, and a validation may come first.
+        # By `training`: some counters advance in training only, and validation may come first.
         self._counters: dict[bool, weakref.WeakKeyDictionary[nn.Module, _Counters]] = {
             True: weakref.WeakKeyDictionary(),
             False: weakref.WeakKeyDictionary(),

@@ -215,7 +215,7 @@ class StepObserver:
                 bad = [param for param, grad in grads if grad is not None and not bool(grad.isfinite().all())]
             losses = [] if record.loss is None else [record.loss]
             self._trace(bad, record.outcome.step, self.recorder.index_of(record), losses)
-        self.recorder(record)  # After the culprit of the step: a repeated step number is a restart.
+        self.recorder(record)  # After the step's culprit: a repeated step number would count as a restart.
         self._note_step()
 
     def log(self, **numbers: Any) -> None:
@@ -333,7 +333,7 @@ class StepObserver:
         params = parameters([optimizer])
         signature = type(optimizer), tuple(param.shape for param in params)
         equal = [entry for entry in self._entries if entry.signature == signature]
-        # Garbage in a reference cycle still exists, so from MAX_ALIKE equal optimizers on the oldest is replaced, too.
+        # Unused optimizers in a reference cycle still exist, so the oldest of MAX_ALIKE equal ones is replaced, too.
         replaceable = [entry for entry in equal if entry.optimizer() is None] or equal[: len(equal) // MAX_ALIKE]
         if replaceable:
             replaceable[0].optimizer, replaceable[0].sample = weakref.ref(optimizer), WeightSample(params)

@@ -1,4 +1,4 @@
-"""Evaluation of the clip policies for parameters that step together, by torch operations without host reads."""
+"""Evaluation of the clip policies for parameters that step together, with torch operations and no host reads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ClipStage:
         policies: applied in order; each receives the norms after the previous ones.
         params: the parameters.
         names: their names.
-        groups: number and name of each parameter's param group.
+        groups: index and name of each parameter's param group.
         layout: how the parameters are distributed over ranks; None for one rank.
     """
 
@@ -62,7 +62,7 @@ class ClipStage:
         self._params, self._layout = params, layout
         self.order = float(getattr(policies[0], "order", 2.0)) if policies else 2.0
         """The p of the norm that the policies bound."""
-        self._groupings: list[tuple[tuple[int, ...], int] | None] = []  # Group of each parameter, number of groups.
+        self._groupings: list[tuple[tuple[int, ...], int] | None] = []  # Group indices, number of groups.
         self._row_counts: list[int] = []
         for policy in self.policies:
             per = getattr(policy, "per", "model")
@@ -120,7 +120,7 @@ class ClipStage:
                 if grouping is not None:
                     per_tensor = per_tensor[device_indices(grouping[0], per_tensor.device)]
                 factors = per_tensor if factors is None else factors * per_tensor
-            if remaining:  # Computed only for a next policy: with several ranks the total is a collective.
+            if remaining:  # Computed only if another policy follows: with several ranks the total is a collective.
                 local = local * per_tensor
                 total = self._total(local)
         bound = torch.where(reject, rejecting_bound, bound)

@@ -85,7 +85,7 @@ def elements(grad: Tensor, param: Tensor | None = None) -> Tensor:
     Args:
         grad: strided or sparse, real or complex, plain or a DTensor.
         param: its parameter. A sparse gradient with duplicate indices, or a DTensor that is still a partial sum, is
-            replaced in `param.grad` by its sum.
+            replaced in `param.grad` with its sum.
     """
     if is_dtensor(grad):
         summed = reduce_partial(grad, param)

@@ -63,7 +63,7 @@ class Measurement:
 
     @property
     def culprits(self) -> tuple[str, ...]:
-        """Names of the parameters with NaN or Inf: all on this rank, the first on each other. Waits for the device."""
+        """Names of parameters with NaN or Inf: all on this rank, the first on each other rank. Waits for the device."""
         return self._find_culprits()
 
 
@@ -147,7 +147,7 @@ def _layout_and_names(
     world = distributed.group.WORLD if distributed.is_available() and distributed.is_initialized() else None
     distinct = (distinct,) if isinstance(distinct, str) else tuple(distinct)
     shares = None if share is None else tuple(map(share, names, params))
-    # Python reuses ids, so those of parameters are verified below. Either all ranks find their entry or none does.
+    # Python reuses ids, so the parameters are compared below. Either all ranks find their entry or none does.
     key = (world, mesh, distinct, shares, tuple(names), *map(id, params))
     if key in _layouts and all(reference() is param for reference, param in zip(_layouts[key][0], params, strict=True)):
         return _layouts[key][1:]

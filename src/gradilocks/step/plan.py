@@ -45,7 +45,7 @@ class StepPlan:
     Args:
         optimizers: the optimizers that step together.
         names: names of their parameters.
-        groups: number and name of each parameter's param group.
+        groups: index and name of each parameter's param group.
         state: scale and counters, shared by all plans of a control.
         policies: clip policies.
         layout: distribution of these parameters over ranks; None for one rank.
@@ -141,7 +141,7 @@ class StepPlan:
         loss: Tensor | None = None,
         detail: bool = False,
     ) -> Decision:
-        """Measures the gradients and decides the step by torch operations. Changes neither scale nor counters.
+        """Measures the gradients and decides the step with torch operations. Changes neither scale nor counters.
 
         Args:
             tensors: the gradients.

@@ -55,7 +55,7 @@ class StepState:
         return 0.0 if self.policy is None or low == high else low
 
     def to(self, device: torch.device) -> None:
-        """Moves all tensors to `device` without a synchronization."""
+        """Moves all tensors to `device`; a copy to a GPU does not wait for it."""
         if self.steps.device != device:
             self.tensors = {name: _copy_to(tensor, device) for name, tensor in self.tensors.items()}
             self.steps, self.streak = _copy_to(self.steps, device), _copy_to(self.streak, device)

@@ -52,7 +52,7 @@ def apply_in_place(decision: Decision, tensors: Sequence[Tensor | None], begin: 
     if decision.clipping is not None:
         _apply_per_tensor(decision, tensors, begin)
     multiplier = torch.as_tensor(decision.multiplier, dtype=torch.float64)
-    for on_device, _ in _by_device(tensors):
+    for on_device, _ in _by_device_with_indices(tensors):
         kernels.multiply_(on_device, multiplier.to(on_device[0].device))
 
 
@@ -68,7 +68,7 @@ def _apply_per_tensor(decision: Decision, tensors: Sequence[Tensor | None], begi
                 shape = (-1, *(1,) * (tensor.dim() - 1)) if tensor.dim() > 1 else ()
                 factors = torch.where(is_taken, factor, 1.0).reshape(shape).to(tensor.device)
                 tensor.copy_(tensor.to(factors.dtype) * factors)
-    for on_device, indices in _by_device(tensors):
+    for on_device, indices in _by_device_with_indices(tensors):
         device = on_device[0].device
         if clipping.factors is not None:
             factors = torch.where(is_taken, clipping.factors, 1.0)
@@ -80,7 +80,7 @@ def _apply_per_tensor(decision: Decision, tensors: Sequence[Tensor | None], begi
             kernels.clamp_(on_device, torch.where(is_taken, bound, torch.inf).to(device))
 
 
-def _by_device(tensors: Sequence[Tensor | None]) -> Iterator[tuple[list[Tensor], list[int]]]:
+def _by_device_with_indices(tensors: Sequence[Tensor | None]) -> Iterator[tuple[list[Tensor], list[int]]]:
     """Yields the tensors of each device and their indices, without None."""
     indices: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):

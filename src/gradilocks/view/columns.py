@@ -41,7 +41,7 @@ class Columns:
 
     optimizer: int
     label: str
-    """The class of the optimizer, after its number if the run has several."""
+    """The class of the optimizer, after its index if the run has several."""
     info: Record
     """The optimizer record; empty if the file has none."""
     step: NDArray[np.int64]
@@ -62,7 +62,7 @@ class Columns:
     rank: NDArray[np.int64]
     """The rank whose gradients were non-finite, if it is not rank 0; else -1."""
     detail: NDArray[np.int64]
-    """Row numbers of the steps with per-tensor numbers."""
+    """Row indices of the steps with per-tensor numbers."""
     norms: Floats
     """Gradient norms: one row per detailed step, one column per tensor; NaN without a gradient."""
     zeros: Floats
@@ -82,7 +82,7 @@ class Columns:
 
     @property
     def finite_loss(self) -> NDArray[np.int64]:
-        """Row numbers of the steps with a finite loss."""
+        """Row indices of the steps with a finite loss."""
         return np.flatnonzero(np.isfinite(self.loss))
 
     @property
@@ -97,7 +97,7 @@ class Columns:
 
 
 def columns(run: Run) -> list[Columns]:
-    """The steps of each optimizer that stepped, in the order of their numbers."""
+    """The steps of each optimizer that stepped, in the order of the optimizers' indices."""
     stepped = [optimizer for optimizer in sorted(run.steps) if run.steps[optimizer]]
     return [_columns(run, optimizer, is_one_of_several=len(stepped) > 1) for optimizer in stepped]
 

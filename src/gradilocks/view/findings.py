@@ -173,11 +173,11 @@ def diverged(case: Case) -> Finding | None:
     is_replaced = _weights_are_replaced(steps)
     early, tenth = max(1, len(rows) // 20), max(1, len(rows) // 10)
     late_mean = losses[len(losses) // 2 :].mean()
-    # Before NaN the loss grows at every step, so its last values count.
+    # Before NaN the loss grows at every step, so its last values are used.
     level = losses[-3:].max() if ends_nonfinite else np.median(losses[-tenth:])
     usual = max(abs(first), float(np.median(np.abs(losses[:early]))))
     if is_replaced:
-        # Some losses of such a model are small, so their mean counts.
+        # Some losses of such a model are small, so their mean is used.
         usual, level = abs(first), max(level, late_mean)
     norm_grew = median(norms[-tenth:]) >= 30 * median(norms[:early]) > 0 and _largest_update(steps) >= 0.05
     is_problem = level >= (1e4 if case.is_one_of_several else 100) * usual > 0 and (
@@ -324,7 +324,7 @@ def skipped_steps(case: Case) -> Finding | None:
     late_share = late / max(1, len(steps) - SCALE_SEARCH_STEPS) if late >= 3 else 0.0
     longest = max(len(part) for part in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1))
     scale = steps.scale[rows[-1]]
-    # The scale is applied after the forward pass, so it makes no NaN or Inf there.
+    # The scale is applied after the forward pass, so it cannot cause NaN or Inf there.
     has_scale = bool((steps.scale[rows] > 1).any()) and _culprit(case, rows).get("phase") != "forward"
     is_stuck = longest >= 20 and rows[-1] == len(steps) - 1
     is_all = len(rows) == len(steps) >= 3
@@ -685,7 +685,7 @@ def _spikes(norm: Floats, *, window: int = 100, min_distance: int = 20) -> dict[
         if len(recent) < 30:
             continue
         usual = float(np.median(recent))
-        # With one sample per batch norms vary a hundredfold without spikes.
+        # With one sample per batch, norms vary a hundredfold without spikes.
         spread = float(np.median(np.abs(np.log(recent / usual))))
         if norm[row] <= usual * max(10.0, math.exp(min(6 * spread, 700.0))):
             continue

@@ -49,7 +49,7 @@ class Report:
 
     @cached_property
     def optimizers(self) -> list[Columns]:
-        """The optimizers with the most steps, in the order of their numbers."""
+        """The optimizers with the most steps, in the order of their indices."""
         longest = sorted(columns(self.run), key=lambda steps: -len(steps))[:MAX_OPTIMIZERS]
         return sorted(longest, key=lambda steps: steps.optimizer)
 
