@@ -387,7 +387,8 @@ def _input_text(entry: dict[str, Any]) -> str:
     parts = [f"{entry['dtype']}{entry['shape']}"]
     if "min" in entry:
         parts.append(f"min {entry['min']:.4g}, max {entry['max']:.4g}")
-    parts += [f"{entry[key]} {key}" for key in ("zeros", "nan", "inf") if entry.get(key)]
+    names = {"zeros": "zero" if entry.get("zeros") == 1 else "zeros", "nan": "NaN", "inf": "Inf"}
+    parts += [f"{entry[key]} {name}" for key, name in names.items() if entry.get(key)]
     return ", ".join(parts)
 
 
