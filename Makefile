@@ -50,7 +50,7 @@ $(shell test -x $(FRAMEWORKS)/bin/python || rm -f $(FRAMEWORKS_DEV))
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
-demo: $(RUNTIME) ## train a GPT in fp16: no scale, one too large, a dynamic one; half a minute on a CPU
+demo: $(RUNTIME) ## train a GPT in fp16: no scale, one that is too large, a dynamic one; half a minute on a CPU
 	@$(BIN)/python -m gradilocks demo $(ARGS)
 
 # pytest comes last, so its closing line is the last line.

@@ -1,4 +1,4 @@
-"""Clip after unscaling: before it, the limit of 1 is compared with a norm that is multiplied by the scale."""
+"""Clip after unscaling: otherwise the limit of 1 is compared with the norm of scaled gradients."""
 
 import torch
 from torch import nn

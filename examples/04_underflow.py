@@ -1,4 +1,4 @@
-"""Underflow in fp16 and its remedy: a gradient of 6e-8, and a training whose gradients round to zero."""
+"""Underflow in fp16 and its remedy: a gradient of 6e-8, and a training run whose gradients round to zero."""
 
 import torch
 from torch import nn

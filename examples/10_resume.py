@@ -1,4 +1,4 @@
-"""Resume: an interrupted and resumed training ends with bit for bit the same parameters."""
+"""Resume: an interrupted and resumed run ends with the same parameters, bit for bit."""
 
 import tempfile
 from pathlib import Path

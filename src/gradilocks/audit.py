@@ -264,17 +264,17 @@ def audit(
     if isinstance(batches, Tensor):
         raise TypeError("batches must be an iterable of batches, got a tensor. For one batch write [batch].")
     counter = GradientCounter(model)
-    done = 0
+    batch_count = 0
     with _unchanged(model), run_eagerly(), torch.enable_grad(), contextlib.ExitStack() as stack:
         stack.callback(counter.detach)
         counter.attach()
         for batch in islice(batches, steps):
             loss_fn(model, batch).backward()  # type: ignore[no-untyped-call]
             model.zero_grad(set_to_none=True)
-            done += 1
-    if not done:
+            batch_count += 1
+    if not batch_count:
         raise ValueError("batches is empty. Pass at least one batch.")
-    return counter.result(done, chosen, label=label)
+    return counter.result(batch_count, chosen, label=label)
 
 
 @contextlib.contextmanager
@@ -355,7 +355,7 @@ class GradientCounter:
             for module, name in self._names.items()
         )
         if not any(row.any() for row in self._parameters.values()):
-            raise NoGradients("no parameter of the model has a gradient. loss_fn must use the model that it gets.")
+            raise NoGradients("no parameter of the model has a gradient. loss_fn must use the model that it receives.")
         return Audit(batches, modules, tuple(_examine(format, modules) for format in formats), label)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -391,7 +391,7 @@ def _add(row: Tensor, grad: Tensor) -> None:
         raise GradilocksError(f"gradients are {grad.dtype} and have lost values already. Run loss_fn in float32.")
     values = grad.coalesce().values() if grad.is_sparse else grad
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-    values = values.cpu() if values.device.type == "mps" else values  # It has no float64.
+    values = values.cpu() if values.device.type == "mps" else values  # MPS has no float64.
     for chunk in torch.split(values.flatten(), _CHUNK):
         # The bits of positive floats, read as integers, have the order of the floats. Subtracting 1 moves each power of
         # two to the cell below, so that a cell includes its upper bound: a format rounds powers of two to zero, too.

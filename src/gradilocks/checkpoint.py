@@ -2,7 +2,7 @@
 
 scale, growth_factor, backoff_factor, growth_interval, _growth_tracker     torch.amp.GradScaler's keys
 gradilocks:
-    version         of this format
+    version         version of this format
     steps, streak   counters
     scale_policy    class name
     scale_state     state of the policy other than scale and growth tracker

@@ -33,7 +33,7 @@ EXTRAS = {"jinja2": "report", "numpy": "cli", "plotly": "report", "rich": "cli"}
 """Optional packages, with the extra of this package that installs them."""
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-_RUN, _LOOK, _UNDERSTAND = "Run", "Look", "Understand"
+_RECORD, _VIEW, _ANALYZE = "Record", "View", "Analyze"
 
 RunFiles = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Run files.", show_default=False)]
 
@@ -42,7 +42,7 @@ RunFiles = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Run fil
 def gradilocks(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Gradient magnitude control for PyTorch: record a training, find the origin of a NaN, choose a number format."""
+    """Gradient magnitude control for PyTorch: record a run, find the origin of a NaN, choose a number format."""
     if version:
         from gradilocks import __version__
 
@@ -50,10 +50,10 @@ def gradilocks(
         raise typer.Exit
 
 
-# --- run --------------------------------------------------------------------------------------------------------------
+# --- record -----------------------------------------------------------------------------------------------------------
 
 
-@app.command(rich_help_panel=_RUN, context_settings={"allow_interspersed_args": False})
+@app.command(rich_help_panel=_RECORD, context_settings={"allow_interspersed_args": False})
 def run(
     script: Annotated[
         list[str],
@@ -65,7 +65,7 @@ def run(
         typer.Option("-o", "--output", metavar="FILE", help="Run file; by default runs/SCRIPT-DATE-TIME.jsonl."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE.")] = False,
-    append: Annotated[bool, typer.Option("--append", help="Append to FILE when a training resumes.")] = False,
+    append: Annotated[bool, typer.Option("--append", help="Append to FILE, for a resumed run.")] = False,
     guard: Annotated[
         Literal["skip", "stop"] | None,
         typer.Option(help="On NaN or Inf gradients, skip the step or stop the script."),
@@ -75,7 +75,7 @@ def run(
         typer.Option("--no-trace", help="Do not search for the origin of NaN and Inf; keep no module inputs."),
     ] = False,
     detail_every: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Record numbers of each tensor every N steps; 0 for never.")
+        int, typer.Option(metavar="N", min=0, help="Record per-tensor statistics every N steps; 0 for never.")
     ] = 10,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print no summary.")] = False,
 ) -> None:
@@ -95,7 +95,7 @@ def run(
         has_trace=not no_trace,
         detail_every=detail_every,
     )
-    folder = Path.cwd()  # The script may change it.
+    folder = Path.cwd()  # The script may change the working directory.
     result = run_script(["-m", *script] if is_module else script, options)
     if int(os.environ.get("RANK", 0)) == 0:
         # Errors in the summary must not change the exit code: the script may have closed its streams.
@@ -153,10 +153,10 @@ def _add_verdict(path: Path) -> Report:
     return report
 
 
-# --- look -------------------------------------------------------------------------------------------------------------
+# --- view -------------------------------------------------------------------------------------------------------------
 
 
-@app.command(rich_help_panel=_LOOK)
+@app.command(rich_help_panel=_VIEW)
 def report(
     files: RunFiles,
     output: Annotated[
@@ -179,9 +179,9 @@ def report(
         _print_line(f"with plots: {_command('report', *files)} -o page.html")
 
 
-@app.command(rich_help_panel=_LOOK)
+@app.command(rich_help_panel=_VIEW)
 def watch(
-    file: Annotated[Path, typer.Argument(help="Run file; need not exist yet.", show_default=False)],
+    file: Annotated[Path, typer.Argument(help="Run file; it may not exist yet.", show_default=False)],
     once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
 ) -> None:
     """Follow a run while it is recorded."""
@@ -190,7 +190,7 @@ def watch(
     view(file, once, console=_console())
 
 
-@app.command(rich_help_panel=_LOOK)
+@app.command(rich_help_panel=_VIEW)
 def ls(folder: Annotated[Path, typer.Argument(help="Folder with run files.")] = Path("runs")) -> None:
     """List the runs and audits in a folder with their verdicts."""
     from gradilocks.view.ls import list_runs, to_text
@@ -198,10 +198,10 @@ def ls(folder: Annotated[Path, typer.Argument(help="Folder with run files.")] = 
     _console().print(to_text(list_runs(folder)))
 
 
-# --- understand -------------------------------------------------------------------------------------------------------
+# --- analyze ----------------------------------------------------------------------------------------------------------
 
 
-@app.command(rich_help_panel=_UNDERSTAND)
+@app.command(rich_help_panel=_ANALYZE)
 def audit(
     function: Annotated[
         str, typer.Argument(metavar="FILE.py:FUNCTION", help="Function to call; see above.", show_default=False)
@@ -233,7 +233,7 @@ def _call(function: str) -> tuple[Any, Any, Any]:
     if not Path(file).is_file() or spec is None or spec.loader is None:
         raise typer.BadParameter(f"{function!r} does not name a function in a Python file. Write FILE.py:FUNCTION.")
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(file).resolve().parent))  # As for a script: it may import its neighbors.
+    sys.path.insert(0, str(Path(file).resolve().parent))  # As for a script, which may import modules beside it.
     spec.loader.exec_module(module)
     if not callable(getattr(module, name, None)):
         raise GradilocksError(f"{file} has no function {name!r}.")
@@ -243,7 +243,7 @@ def _call(function: str) -> tuple[Any, Any, Any]:
     return result
 
 
-@app.command(rich_help_panel=_UNDERSTAND, context_settings={"ignore_unknown_options": True})
+@app.command(rich_help_panel=_ANALYZE, context_settings={"ignore_unknown_options": True})
 def explain(
     value: Annotated[float, typer.Argument(metavar="NUMBER", help="A number such as 6e-8.", show_default=False)],
     scale: Annotated[float | None, typer.Option(help="A loss scale to multiply the number by.")] = None,
@@ -259,12 +259,12 @@ def explain(
     _console().out(to_text(table), highlight=False)
 
 
-@app.command(rich_help_panel=_UNDERSTAND)
+@app.command(rich_help_panel=_ANALYZE)
 def demo(
     folder: Annotated[
         Path, typer.Option("-o", "--output", metavar="FOLDER", help="Folder for the run files and the page.")
     ] = Path("gradilocks-demo"),
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of each training.")] = 200,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Optimizer steps per run.")] = 200,
 ) -> None:
     """Train a small GPT in fp16 three times: no loss scale, a scale that is too large, a dynamic scale.
 
@@ -340,6 +340,6 @@ def _message(error: Exception) -> str | None:
         return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
         return f"{error.name} is not installed: pip install 'gradilocks[{EXTRAS[error.name]}]'"
-    # Importing view's BadRunFile, its only error, would import numpy, before a script can set OMP_NUM_THREADS.
+    # BadRunFile is view's only error; importing it would import numpy before a script can set OMP_NUM_THREADS.
     is_own = isinstance(error, GradilocksError) or type(error).__module__.startswith("gradilocks.view")
     return str(error) if is_own else None

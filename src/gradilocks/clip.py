@@ -152,7 +152,7 @@ class ClipPerGroup(ClipPolicy):
         for each group:  factor = min(1, limit / (norm of the group + 1e-6))
 
     Args:
-        limits: largest norm of each group, None for no limit. A key is the number of a param_group, counted over all
+        limits: largest norm of each group, None for no limit. A key is the index of a param_group, counted over all
             optimizers, the "name" in a param_group, or a shell pattern of parameter names ("embed.*", "*.bias"). The
             first key that matches a parameter wins.
         otherwise: limit for all other parameters together; None for no limit.
@@ -197,7 +197,7 @@ class ClipPerGroup(ClipPolicy):
 
         Args:
             names: names of all parameters.
-            param_groups: for each parameter, the number and the "name" of its param_group.
+            param_groups: for each parameter, the index and the "name" of its param_group.
         """
         keys = list(self.limits)
         return [
@@ -386,7 +386,7 @@ class QuantileClip(ClipPolicy):
 
 @dataclass(frozen=True)
 class ZScoreClip(ClipPolicy):
-    """Clips outliers of the global norm towards its running mean, larger ones more strongly (ZClip).
+    """Clips outliers of the global norm towards its running mean; larger outliers more strongly (ZClip).
 
         z = (norm - mean) / (std + 1e-6)
         if z > threshold:  bound = mean + threshold^2 / z * std
@@ -501,13 +501,13 @@ class SkipSpikes(ClipPolicy):
 
 @dataclass(frozen=True)
 class Chain:
-    """Clip policies in the order in which they apply. Made by `chain`."""
+    """Clip policies in the order in which they apply. Created by `chain`."""
 
     policies: tuple[ClipPolicy, ...]
 
 
 def chain(*policies: object) -> Chain:
-    """Applies clip policies one after the other; each gets the norms after the previous ones.
+    """Applies clip policies one after the other; each receives the norms after the previous ones.
 
     If one policy rejects a step, the step is skipped and no policy updates its state.
 
@@ -596,7 +596,7 @@ def _matches(key: str | int, name: str, param_group: tuple[int, str | None]) -> 
 
 
 def _empty_window(size: int) -> dict[str, Tensor]:
-    """State of a policy with a window of norms, oldest first; inf for those still missing."""
+    """State of a policy with a window of norms, oldest first; unused entries are inf."""
     return {"norms": torch.full((size,), math.inf, dtype=torch.float64)}
 
 

@@ -270,7 +270,7 @@ class GradientControl:
                 self._phases[i].check_unscale()
             self._check_float16(parameters([self.optimizers[i]]))
         for i in indices:
-            tensors = [tensor for tensor in find(parameters([self.optimizers[i]])) if tensor is not None]
+            tensors = [tensor for tensor in dense_grads(parameters([self.optimizers[i]])) if tensor is not None]
             inverse = self._state.scale.double().reciprocal()
             flags = [
                 kernels.unscale_(group, inverse.to(device)).to(inverse.device) for device, group in by_device(tensors)
@@ -503,7 +503,7 @@ class GradientControl:
             is_unscaled, overflow = self._check_before_step((0,))
             if self._state.policy is not None and not is_unscaled:
                 self._check_float16(plan.params)
-            tensors = find(plan.params)
+            tensors = dense_grads(plan.params)
             loss = self._loss()
             detail = bool(self._subscribers)
             decision = plan.decide(tensors, is_unscaled=is_unscaled, overflow=overflow, loss=loss, detail=detail)

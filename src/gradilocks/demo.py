@@ -1,4 +1,4 @@
-"""`gradilocks demo`: a small GPT trained three times in fp16: without a scale, with one too large, with a dynamic one.
+"""`gradilocks demo` trains a small GPT in fp16: without a scale, with one that is too large, with a dynamic one.
 
 Matrix products round their inputs and results to fp16 and compute in fp32, as tensor cores do; real fp16 arithmetic is
 hundreds of times slower on most CPUs. One micro-batch represents a global batch of 4 million tokens: its loss is
@@ -33,7 +33,7 @@ STEPS = 200
 
 @dataclass(frozen=True)
 class Training:
-    """One of the three trainings."""
+    """One of the three training runs."""
 
     name: str
     label: str
@@ -41,7 +41,7 @@ class Training:
     """The `scale=` of the GradientControl."""
 
     def path(self, folder: Path) -> Path:
-        """The run file."""
+        """Path of the run file."""
         return folder / f"{self.name}.jsonl"
 
 
@@ -82,8 +82,8 @@ def train(
     status = "KeyboardInterrupt"
     try:
         for step in range(1, steps + 1):
-            places = torch.randint(len(codes) - LENGTH, (ROWS, 1), generator=generator) + window
-            loss = F.cross_entropy(model(codes[places]).flatten(0, 1), codes[places + 1].flatten())
+            indices = torch.randint(len(codes) - LENGTH, (ROWS, 1), generator=generator) + window
+            loss = F.cross_entropy(model(codes[indices]).flatten(0, 1), codes[indices + 1].flatten())
             _divide_gradient(loss, ACCUMULATION)
             control.backward(loss)
             for param in model.parameters():
@@ -107,7 +107,7 @@ def _divide_gradient(loss: Tensor, divisor: int) -> None:
 
 @cache
 def load_text() -> tuple[Tensor, int]:
-    """Python's documentation of `help("topics")`: the character codes and the size of the vocabulary.
+    """Returns the texts of Python's `help("topics")` as character codes, and the size of the vocabulary.
 
     Raises:
         GradilocksError: this Python has no pydoc_data.topics.

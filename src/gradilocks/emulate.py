@@ -92,7 +92,7 @@ def _modules_in(keep: Any) -> list[nn.Module]:
         if not isinstance(module, nn.Module):
             raise TypeError(f"keep= takes modules, got {module!r}. For a name: model.get_submodule(name).")
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-            raise ValueError("keep: out_proj is computed by its nn.MultiheadAttention. Keep the whole attention.")
+            raise ValueError("keep=: nn.MultiheadAttention computes out_proj itself. Keep the whole attention.")
     return modules
 
 
@@ -242,7 +242,7 @@ def _check_supported(func: Any) -> None:
 
 
 def _without_dispatch(function: Any) -> Any:
-    """A copy of one of torch's Python functions that modes do not intercept as a whole: they get its products."""
+    """A copy of a Python function of torch without its dispatch check, so that modes intercept the products inside."""
     names = {**function.__globals__, **dict.fromkeys(_DISPATCH_CHECKS, lambda *_: False)}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__

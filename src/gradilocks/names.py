@@ -64,7 +64,7 @@ class Names:
         return sorted(range(len(params)), key=lambda i: (position.get(id(params[i]), -1), i), reverse=True)
 
     def groups(self) -> list[tuple[int, str | None]]:
-        """For each parameter: the number of its param group, counted over all optimizers, and the group's name."""
+        """For each parameter: the index of its param group, counted over all optimizers, and the group's name."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return [(number, group.get("name")) for number, group in enumerate(groups) for _ in group["params"]]
 

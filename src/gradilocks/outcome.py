@@ -140,7 +140,7 @@ class Outcome:
 
     @property
     def culprits(self) -> tuple[str, ...]:
-        """Names of the parameters with non-finite gradients, in backward order; then the first of each other rank."""
+        """Names of parameters with non-finite gradients, in backward order; then the first one of each other rank."""
         return tuple(self.counts)
 
     @property

@@ -2,8 +2,8 @@
 
     header, optimizer, start, step, log, culprit, end
 
-Lines are flat. Later lines win: a `start` line discards the steps after its own number, so a resumed training appends
-to its file. Non-finite numbers are the strings "nan", "inf" and "-inf"; missing values are left out.
+Lines are flat. Later lines win: a `start` line discards the steps after its own number, so a resumed run appends to
+its file. Non-finite numbers are the strings "nan", "inf" and "-inf"; missing values are left out.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def log(**numbers: float | Tensor) -> None:
 
 
 class Recorder:
-    """Writes the steps of a training to a run file. The training is bit for bit the same as without it.
+    """Writes the steps of a training run to a file. Recording changes no bit of the training.
 
-    Numbers stay on the device until a batch is full; then they are copied to the host at once and appended as whole
-    lines by one `os.write`. A process that is killed loses at most `every` steps or `seconds` seconds of steps. A
+    Numbers stay on the device until a batch is full; then one copy brings them to the host and one `os.write` appends
+    whole lines. A process that is killed loses at most `every` steps or `seconds` seconds of steps. A
     forked child writes nothing. Rank r > 0 writes `run.rankR.jsonl`, without its finite steps.
 
     Args:
         path: path of the run file; folders are created. An existing file is continued.
         every: largest number of steps in a batch.
-        seconds: longest time between two writes while steps are taken.
-        detail_every: record norms, zeros and updates of each tensor every so many steps; 0 for never.
+        seconds: longest time between two writes during training.
+        detail_every: number of steps between records of norms, zeros and updates of each tensor; 0 for never.
         config: your own settings, shown in the report.
         overwrite: replace an existing file.
         label: name of the run in the report; by default the script with its arguments.
@@ -102,12 +102,12 @@ class Recorder:
         self._pending: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
         """Lines and the tensors that complete them."""
         self._last_write = self._last_step_time = -math.inf
-        self._step: dict[int, int] = {}
+        self._latest_step: dict[int, int] = {}
         """Latest step of each optimizer."""
-        self._added: dict[int, int] = {}
+        self._step_count: dict[int, int] = {}
         """Number of recorded steps of each optimizer."""
         self._optimizers: dict[Any, int] = {}
-        """Number of each optimizer in the file, by control and indices."""
+        """Index in the file, by control and indices of its optimizers."""
         self._samples: dict[int, WeightSample] = {}
         self._steps, self._final_loss, self._has_start = 0, math.nan, False
         command = list(sys.argv if command is None else command)
@@ -156,7 +156,7 @@ class Recorder:
             sample.take()  # Before the next step.
 
     def index_of(self, record: StepRecord) -> int:
-        """The number of the optimizers of a record in the file; writes their line the first time."""
+        """The index of a record's optimizers in the file. Their line is written on the first call."""
         key = weakref.ref(record.control), record.optimizers
         if key not in self._optimizers:
             control = record.control
@@ -173,13 +173,13 @@ class Recorder:
         return self._optimizers[key]
 
     def is_detailed(self, index: int) -> bool:
-        """True if the next step of an optimizer is recorded with the numbers of each tensor."""
-        return self.detail_every > 0 and self._added[index] % self.detail_every == 0
+        """True if the next step of an optimizer is recorded with per-tensor statistics."""
+        return self.detail_every > 0 and self._step_count[index] % self.detail_every == 0
 
     def step(self, fields: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Adds one step line, completed by the values of some tensors when the batch is written."""
         self._add(fields, tensors)
-        self._added[fields["optimizer"]] += 1
+        self._step_count[fields["optimizer"]] += 1
         now = time.monotonic()
         is_slow = now - self._last_step_time > self._seconds / 5  # The next step may come late.
         self._last_step_time = now
@@ -194,7 +194,7 @@ class Recorder:
         self._add({"kind": "log", "time": time.time(), "values": values}, tensors)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Appends one line at once, after the pending lines."""
+        """Appends one line immediately, after the pending lines."""
         self.flush()
         # A start line after a culprit would discard it.
         start = self._start_lines(line["optimizer"], line["step"]) if line["kind"] == "culprit" else []
@@ -213,7 +213,7 @@ class Recorder:
         self._last_write = time.monotonic()
 
     def close(self, status: str | None = None, **fields: Any) -> None:
-        """Writes the end line and closes the file. Called at exit if not before.
+        """Writes the end line and closes the file. Called at exit unless called before.
 
         Args:
             status: "finished" or an error; by default the exception that ended the script, if there is one.
@@ -239,9 +239,9 @@ class Recorder:
         return self._steps
 
     def add_optimizer(self, kind: str, optimizers: Sequence[Any], names: Sequence[str], **fields: Any) -> int:
-        """Writes an optimizer line; returns the number for its steps."""
-        index = len(self._step)
-        self._step[index], self._added[index] = -1, 0
+        """Writes an optimizer line; returns the optimizer's index in the file."""
+        index = len(self._latest_step)
+        self._latest_step[index], self._step_count[index] = -1, 0
         params = parameters(optimizers)
         group = optimizers[0].param_groups[0]
         settings = {
@@ -262,7 +262,7 @@ class Recorder:
 
     def _log_line(self, fields: dict[str, Any], values: dict[str, list[float]]) -> list[dict[str, Any]]:
         numbers = fields["values"] | {name: value[0] for name, value in values.items()}
-        return [{**fields, "step": max([0, *self._step.values()]), "values": numbers}]
+        return [{**fields, "step": max([0, *self._latest_step.values()]), "values": numbers}]
 
     def _step_lines(self, fields: dict[str, Any], values: dict[str, list[float]]) -> list[dict[str, Any]]:
         fields = dict(fields)
@@ -275,8 +275,8 @@ class Recorder:
         if sizes is not None:
             count = len(sizes)
             rows = {name: values["statistics"][i * count : (i + 1) * count] for i, name in enumerate(STATISTICS)}
-            carried = 1.0 if is_unscaled or line["scale"] is None else line["scale"]
-            line["norms"] = [norm / carried for norm in rows["norm"]]
+            gradient_scale = 1.0 if is_unscaled or line["scale"] is None else line["scale"]
+            line["norms"] = [norm / gradient_scale for norm in rows["norm"]]
             line["zeros"] = [zeros / size for zeros, size in zip(rows["zeros"], sizes, strict=True)]
         if not all(map(math.isnan, values.get("updates", []))):
             line["updates"] = values["updates"]
@@ -284,21 +284,21 @@ class Recorder:
         line["limit"] = None if line["limit"] == math.inf else line["limit"]
         index, step = line["optimizer"], line["step"]
         lines = []
-        if self._header["device"] != (device := _device()):  # CUDA is initialized after the header was written.
+        if self._header["device"] != (device := _device()):  # CUDA may be initialized after the header is written.
             self._header["device"] = device
             lines.append(self._header)
         lines += self._start_lines(index, step)
-        self._step[index] = step
+        self._latest_step[index] = step
         self._steps += 1
         if math.isfinite(line.get("loss", math.nan)):
             self._final_loss = line["loss"]
         return lines if self.rank and not line["nan"] + line["inf"] else [*lines, line]
 
     def _start_lines(self, index: int, step: int) -> list[dict[str, Any]]:
-        """A start line before the first step and wherever step numbers restart; else nothing."""
-        if self._has_start and step > self._step[index]:
+        """A start line before the first step and wherever step numbers restart; otherwise none."""
+        if self._has_start and step > self._latest_step[index]:
             return []
-        self._has_start, self._step[index] = True, step - 1
+        self._has_start, self._latest_step[index] = True, step - 1
         return [{"kind": "start", "step": step - 1, "time": time.time()}]
 
     def _write(self, lines: Sequence[dict[str, Any]]) -> None:

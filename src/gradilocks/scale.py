@@ -67,7 +67,7 @@ class ScalePolicy:
 
         Args:
             state: the current state.
-            overflow: 0-d bool, a gradient contained NaN or Inf.
+            overflow: 0-d bool, True if a gradient contained NaN or Inf.
             largest: 0-d, largest magnitude of the scaled gradients.
         """
         raise NotImplementedError(f"{type(self).__name__} must define update(state, overflow, largest).")
@@ -131,7 +131,7 @@ class DynamicScale(ScalePolicy):
         growth_interval: number of consecutive finite steps before the scale grows.
         min_scale: lower bound. torch's scale can reach 0, after which every gradient is NaN.
         max_scale: upper bound. Growth beyond it is omitted, so that a scale that is a power of two remains one.
-        hysteresis: overflows since the last growth at and after which the scale backs off; with 1, at every overflow.
+        hysteresis: the scale backs off at this many overflows since its last growth, and at each further overflow.
 
     Example:
         >>> policy = DynamicScale(init_scale=8.0)
@@ -150,7 +150,7 @@ class DynamicScale(ScalePolicy):
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
-        _check_moving(self)
+        _check_settings(self)
         check_number("hysteresis", self.hysteresis, at_least=1, at_most=_LARGEST_INT32, integer=True)
 
     def init(self) -> dict[str, Tensor]:
@@ -218,7 +218,7 @@ class HeadroomScale(ScalePolicy):
     max_scale: float = 2.0**32
 
     def __post_init__(self) -> None:
-        _check_moving(self)
+        _check_settings(self)
         check_number("margin", self.margin, at_least=0, integer=True)
         check_number("largest_value", self.largest_value, above=0.0, below=math.inf)
 
@@ -284,7 +284,7 @@ def check_scale(name: str, value: object) -> None:
     check_number(name, value, at_least=SMALLEST_SCALE, at_most=LARGEST_SCALE)
 
 
-def _check_moving(policy: DynamicScale | HeadroomScale) -> None:
+def _check_settings(policy: DynamicScale | HeadroomScale) -> None:
     for name in ("init_scale", "min_scale", "max_scale"):
         check_scale(name, getattr(policy, name))
     check_number("init_scale", policy.init_scale, at_least=policy.min_scale, at_most=policy.max_scale)

@@ -41,7 +41,7 @@ class Scheduler:
         """True if a step was taken since the last call, among those whose flags are no longer kept."""
         self._pending: deque[tuple[int, list[HostCopy]]] = deque()
         self._calls = 0
-        self._debt = 0
+        self._calls_ahead = 0
 
     def note(self, skipped: Tensor) -> None:
         """Records the 0-d skip flag of a step. Called by the control after each step."""
@@ -59,8 +59,8 @@ class Scheduler:
         was_taken, self._was_taken = self._was_taken, False
         if copies and not was_taken and all(copy.is_immediate and copy.read() for copy in copies):
             return
-        if self._debt:
-            self._debt -= 1
+        if self._calls_ahead:
+            self._calls_ahead -= 1
         else:
             self._inner.step(*args, **kwargs)
         if not was_taken and not all(copy.is_immediate for copy in copies):
@@ -75,17 +75,17 @@ class Scheduler:
             if not (is_ready or wait):
                 return
             self._pending.popleft()
-            self._debt += bool(copies) and all(copy.read() for copy in copies)
+            self._calls_ahead += bool(copies) and all(copy.read() for copy in copies)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the inner scheduler's state and the number of calls it is ahead. A bare scheduler can load it."""
         self._read_pending(wait=True)
-        return {**self._inner.state_dict(), **({_DEBT: self._debt} if self._debt else {})}
+        return {**self._inner.state_dict(), **({_DEBT: self._calls_ahead} if self._calls_ahead else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the `state_dict()` of this class or of a bare inner scheduler."""
         state = dict(state_dict)
-        self._debt = int(state.pop(_DEBT, 0))
+        self._calls_ahead = int(state.pop(_DEBT, 0))
         self._inner.load_state_dict(state)
         self._pending.clear()
         self._since_call = []

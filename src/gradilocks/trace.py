@@ -1,4 +1,4 @@
-"""Search for the operation that made the first NaN or Inf, with a dispatch mode that checks every operation.
+"""Search for the operation that produced the first NaN or Inf, with a dispatch mode that checks every operation.
 
 with trace(model) as found:
     loss_fn(model(x), y).backward()
@@ -148,8 +148,8 @@ _thread = _ThreadState()
 class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows NaN and Inf from operation to operation, forward and backward.
 
-    An operation makes NaN if its output contains NaN and no input does; likewise for Inf. A NaN computed from an Inf
-    has the Inf's origin, unless the Inf is a mask.
+    An operation produces NaN if its output contains NaN and no input does; likewise for Inf. A NaN computed from an
+    Inf has the Inf's origin, unless the Inf is a mask.
 
     Args:
         names: the name of each module.
@@ -176,7 +176,7 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """The earliest origin of a NaN or Inf in a tensor; None if it is finite."""
-        found = [self._of_input(tensor, value) for value in nonfinite_values(tensor)]
+        found = [self._input_origin(tensor, value) for value in nonfinite_values(tensor)]
         return min(found, key=lambda origin: origin.order) if found else None
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,7 +192,7 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def label(self, output: Any, module: nn.Module | None) -> None:
-        """Assigns all autograd nodes behind `output` that are not assigned yet to `module`."""
+        """Assigns `module` to the autograd nodes behind `output` that have no module yet."""
         pending: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
         while pending:
             node = pending.pop()
@@ -205,7 +205,7 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def backward(self, outputs: Any) -> Iterator[None]:
-        """Surrounds a backward pass from `outputs`."""
+        """Context for a backward pass from `outputs`."""
         self.label(outputs, None)
         outer, self._is_backward = self._is_backward, True
         try:
@@ -239,7 +239,7 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = [nonfinite_values(tensor) for tensor in inputs]
         if name == "lift_fresh":  # `torch.tensor(nan)`, `x[i] = nan`, `torch.from_numpy`.
             name, before = _FROM_NUMBERS, [()]
-        if name.endswith("_"):  # It overwrites its first input, which is described afterwards.
+        if name.endswith("_"):  # It overwrites its first input, so a copy is described.
             inputs = [tensor.clone() if i == 0 else tensor for i, tensor in enumerate(inputs)]
             keys = [_key(tensor) for tensor in tensors_in((args, kwargs))]
         else:
@@ -264,17 +264,17 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found: dict[str, Origin] = {}
         for value in values:
             parents = [
-                self._of_input(tensor, value, known)
-                for tensor, known, has in zip(inputs, keys, before, strict=True)
-                if value in has
+                self._input_origin(tensor, value, input_key)
+                for tensor, input_key, input_values in zip(inputs, keys, before, strict=True)
+                if value in input_values
             ]
             if value == "Inf" and name == "logsumexp" and all(origin.is_mask for origin in parents):
                 parents = []  # A fully masked row.
             if not parents and value == "NaN" and not _is_masked_row(name, inputs, before):
                 parents = [
                     origin
-                    for tensor, known, has in zip(inputs, keys, before, strict=True)
-                    if "Inf" in has and not (origin := self._of_input(tensor, "Inf", known)).is_mask
+                    for tensor, input_key, input_values in zip(inputs, keys, before, strict=True)
+                    if "Inf" in input_values and not (origin := self._input_origin(tensor, "Inf", input_key)).is_mask
                 ]
             if parents:
                 found[value] = min(parents, key=lambda origin: origin.order)
@@ -284,18 +284,18 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found[value].is_mask = value == "Inf" and (is_constant or any(part in name for part in _FILLS))
         self.origins[key] = {**self.origins.get(key, {}), **found} if len(values) < 2 else found
 
-    def _of_input(self, tensor: Tensor, value: str, key: int | None = None) -> Origin:
-        """The origin of NaN or Inf in an input; a new one if no examined operation made it."""
+    def _input_origin(self, tensor: Tensor, value: str, key: int | None = None) -> Origin:
+        """The origin of NaN or Inf in an input; a new one if no examined operation produced it."""
         key = _key(tensor) if key is None else key
-        known = self.origins.setdefault(key, {})
-        if value not in known:
+        origins = self.origins.setdefault(key, {})
+        if value not in origins:
             source, name = self.leaves.get(key, ("script", ""))
             if key in self._produced and key not in self.leaves:
                 source, name = "kernel", ""
-            known[value] = self._new_origin(source, value, "", [tensor])
-            known[value].module = name or known[value].module
-            known[value].is_mask = value == "Inf" and source != "received" and _is_mask(tensor)
-        return known[value]
+            origins[value] = self._new_origin(source, value, "", [tensor])
+            origins[value].module = name or origins[value].module
+            origins[value].is_mask = value == "Inf" and source != "received" and _is_mask(tensor)
+        return origins[value]
 
     def _new_origin(self, source: str, value: str, name: str, inputs: list[Tensor]) -> Origin:
         described = tuple(_describe(tensor) for tensor in inputs if tensor.is_floating_point())[:3]
@@ -331,7 +331,7 @@ def _plain(tensor: Tensor) -> Tensor | None:
 
 
 def nonfinite_values(tensor: Tensor) -> tuple[str, ...]:
-    """Those of "NaN" and "Inf" that a tensor contains."""
+    """The kinds of non-finite values in a tensor: "NaN", "Inf", both or neither."""
     plain = _plain(tensor)
     if plain is None or bool(torch.isfinite(plain).all()):
         return ()
@@ -366,7 +366,7 @@ _SOURCES = {
     "data": "{value} in {module}, from the data or the script's own code before the call",
     "computed": "first {value}: in the script's own code between two modules, passed on as {module}",
     "buffer": "{value} in buffer {module}, before this step's forward pass",
-    "script": "{value} in a tensor that {where} uses and that is no parameter, buffer or input",
+    "script": "{value} in a tensor that {where} uses and that is not a parameter, buffer or input",
     "kernel": "first {value}: written in {where} by code that is not a torch operation",
 }
 
@@ -387,7 +387,8 @@ def _input_text(entry: dict[str, Any]) -> str:
     parts = [f"{entry['dtype']}{entry['shape']}"]
     if "min" in entry:
         parts.append(f"min {entry['min']:.4g}, max {entry['max']:.4g}")
-    parts += [f"{entry[key]} {key}" for key in ("zeros", "nan", "inf") if entry.get(key)]
+    names = {"zeros": "zero" if entry.get("zeros") == 1 else "zeros", "nan": "NaN", "inf": "Inf"}
+    parts += [f"{entry[key]} {name}" for key, name in names.items() if entry.get(key)]
     return ", ".join(parts)
 
 
@@ -401,7 +402,7 @@ class trace:  # noqa: N801 (used like a function)
     reached the loss or a gradient of the model, else of the first in any tensor; None if everything was finite.
 
     Args:
-        model: its module names are used, and its gradients are checked.
+        model: provides the names of modules, and the gradients to check.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -425,7 +426,7 @@ class trace:  # noqa: N801 (used like a function)
         originals: tuple[Any, Any] = torch.autograd.backward, torch.autograd.grad
         self._stack.callback(self._restore, originals)
         add_call_observer(self._examiner.call)
-        torch.autograd.backward, torch.autograd.grad = map(self._labelled, originals)
+        torch.autograd.backward, torch.autograd.grad = map(self._with_labels, originals)
         self._stack.enter_context(self._examiner)
         return self
 
@@ -438,7 +439,7 @@ class trace:  # noqa: N801 (used like a function)
         if found:
             self.culprit = culprit_from(min(found, key=lambda origin: origin.order))
 
-    def _labelled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_labels(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             origins = map(self._examiner.origin_of, tensors_in((tensors,)))
             self._losses += [origin for origin in origins if origin is not None]

@@ -16,7 +16,7 @@ from gradilocks import __main__ as entry_point
 from gradilocks import cli
 from view.made_runs import end, header, optimizer, steps
 
-COMMANDS = {"Run": ["run"], "Look": ["report", "watch", "ls"], "Understand": ["audit", "explain", "demo"]}
+COMMANDS = {"Record": ["run"], "View": ["report", "watch", "ls"], "Analyze": ["audit", "explain", "demo"]}
 
 
 @pytest.fixture(autouse=True)

@@ -77,7 +77,7 @@ def test_a_step_after_an_optimizer_raised_is_not_divided_by_the_scale_again():
         control.step()
 
 
-def test_the_norm_of_gradients_that_do_not_carry_the_scale_raises():
+def test_the_norm_of_gradients_that_are_not_scaled_raises():
     p = parameter(1.0)
     control = GradientControl(sgd(p))
     loss_giving((p, 1.0)).backward()
@@ -250,7 +250,7 @@ def test_gradients_that_are_there_when_a_state_is_loaded_raise():
         control.step()
 
 
-# --- optimizer.step() while the gradients carry the scale ------------------------------------------------------------
+# --- optimizer.step() while the gradients are scaled -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -259,7 +259,7 @@ def test_stepping_the_optimizer_directly_on_scaled_gradients_raises(fused, devic
     optimizer = sgd(p, fused=fused)
     control = GradientControl(optimizer)
     control.backward(loss_giving((p, 1.0)))
-    with pytest.raises(ScaleMisuse, match=r"carry the scale.*control\.step\(\)"):
+    with pytest.raises(ScaleMisuse, match=r"scaled by a GradientControl.*control\.step\(\)"):
         optimizer.step()
     assert p.item() == 1.0
     control.step()

@@ -178,4 +178,4 @@ def test_a_schedule_makes_up_for_skips_that_it_learns_of_late():
         control.zero_grad()
         schedule.step()
     schedule.state_dict()  # Waits for the last flags.
-    assert schedule.last_epoch - schedule._debt == 17
+    assert schedule.last_epoch - schedule._calls_ahead == 17

@@ -225,7 +225,7 @@ def test_calls_without_gradients_do_not_pile_up(log):
             model(torch.randn(2, 3))
     assert len(log.calls) == MAX_CALLS
     assert log.calls[0].has_grad
-    assert not log.was_cut
+    assert not log.is_truncated
     loss.backward()
 
 

@@ -153,7 +153,7 @@ def test_the_schedule_saves_where_it_would_be_without_late_skips():
     ours = TinyTrainer()
     control = control_for(ours)
     ours.train(range(3))
-    control._schedulers[0]._debt = 1  # As on a GPU, where the skip flag arrives after the schedule has advanced.
+    control._schedulers[0]._calls_ahead = 1  # As on a GPU, where the skip flag arrives late.
     assert ours.lr_schedulers.state_dict() == {"last_epoch": 2}
 
 

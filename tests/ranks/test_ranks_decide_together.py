@@ -525,7 +525,7 @@ def tensor_norms_that_are_not_known(rank: int) -> Any:
 def test_a_policy_for_single_tensors_needs_their_norms() -> None:
     for kind, message in world(2).run(tensor_norms_that_are_not_known):
         assert kind == "ValueError"
-        assert message.startswith("clip= bounds single tensors, but their norms are unknown")
+        assert message.startswith("clip= needs the norm of each tensor, which is unknown")
 
 
 def one_rank_without_gradients(rank: int) -> list[Any]:

@@ -128,8 +128,8 @@ def true_numbers(records: list[dict[str, Any]], finding: Finding) -> dict[str, f
         numbers |= {"rejected": sum(rejected), "rejected_share": sum(rejected) / len(records)}
     if finding.rule == "corrupt_weights":
         numbers |= {"applied": sum(bad), "step": bad.index(True) + 1}
-    if finding.rule == "nonfinite_loss" and "lost_losses" in finding.numbers:
-        numbers |= {"lost_losses": sum(lost), "step": lost.index(True) + 1}
+    if finding.rule == "nonfinite_loss" and "nonfinite_losses" in finding.numbers:
+        numbers |= {"nonfinite_losses": sum(lost), "step": lost.index(True) + 1}
     if finding.rule == "constant_clipping":
         numbers["clipped_share"] = sum(clipped) / len(clipped)
     return numbers

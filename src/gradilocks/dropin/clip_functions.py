@@ -1,8 +1,8 @@
-"""The clip functions of `torch.nn.utils`: same arguments, same results but for these differences.
+"""The clip functions of `torch.nn.utils`, with torch's arguments and, except for these differences, torch's results.
 
-Norms are accumulated in float64 and do not overflow, NaN or Inf leaves every gradient unchanged, a
-negative bound is an error, a parameter listed twice counts once, sparse gradients work, and DTensors on several meshes
-and plain tensors may be mixed. `norm_type` must be above 0.
+Norms are accumulated in float64 and do not overflow, NaN or Inf leaves every gradient unchanged, a negative bound is an
+error, a parameter listed twice counts once, sparse gradients work, and DTensors on several meshes and plain tensors may
+be mixed. `norm_type` must be above 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks.ranks.collective import gather_flat
 from gradilocks.ranks.layout import collective_device, is_dtensor, meshes_of
-from gradilocks.step.gradients import by_device, elements, find
+from gradilocks.step.gradients import by_device, dense_grads, elements
 from gradilocks.torch_private import outside_compile
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
@@ -62,7 +62,7 @@ def clip_grad_norm_(
             text = "`parameters` is an empty generator, no gradient clipping will occur."
             warnings.warn(text, stacklevel=4)  # Points to the caller of the decorated function.
         bound, order = _bound("max_norm", max_norm), float(norm_type)
-        grads = find(params)
+        grads = dense_grads(params)
         groups = by_device(grads)
         total, mesh = _total_norm(params, grads, groups, order)
         norm = _returned_norm(total, mesh, groups, order, error_if_nonfinite)
@@ -83,7 +83,7 @@ def clip_grads_with_norm_(
         foreach: accepted for compatibility, without effect.
     """
     with torch.no_grad():
-        groups, bound = by_device(find(_unique(parameters))), _bound("max_norm", max_norm)
+        groups, bound = by_device(dense_grads(_unique(parameters))), _bound("max_norm", max_norm)
         norm = _as_tensor(total_norm.full_tensor() if is_dtensor(total_norm) else total_norm)  # type: ignore[attr-defined]
         _multiply(groups, norm.to(torch.promote_types(norm.dtype, torch.float32)), bound)
 
@@ -124,7 +124,7 @@ def clip_grad_value_(parameters: Tensors, clip_value: float, foreach: bool | Non
         params, bound = _unique(parameters), _bound("clip_value", clip_value)
         if any(param.is_complex() and param.grad is not None for param in params):
             raise NotImplementedError("clamp is not supported for complex types: complex numbers have no order.")
-        for device, tensors in by_device(find(params)):
+        for device, tensors in by_device(dense_grads(params)):
             dtype = torch.float32 if device.type == "mps" else torch.float64
             kernels.clamp_(tensors, torch.full((), bound, dtype=dtype, device=device))
 
@@ -178,7 +178,7 @@ def _total_norm(
 def _local_norm(grads: Sequence[Tensor | None], order: float, device: torch.device) -> Tensor:
     """The norm of this rank's tensors on several devices, 0-d float64."""
     norms = [_as_tensor(kernels.norm(tensors, order)) for _, tensors in by_device(grads)]
-    # A zero on the host would have to be copied to the device, which waits.
+    # Copying a zero from the host would wait for the device.
     norms = norms or [torch.zeros((), dtype=torch.float64, device=device)]
     return kernels.total_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
 

@@ -20,7 +20,7 @@ from gradilocks import kernels
 from gradilocks.checks import check_number
 from gradilocks.names import Names
 from gradilocks.ranks.layout import collective_device, meshes_of
-from gradilocks.step.gradients import by_device, check_float16, find, parameters
+from gradilocks.step.gradients import by_device, check_float16, dense_grads, parameters
 from gradilocks.torch_private import supports_amp_scaling
 
 __all__ = ["GradScaler", "ScalerOutcome"]
@@ -129,7 +129,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @torch.no_grad()
     def _unscale_by_kernels(self, optimizer: Any, inv_scale: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
-        groups = by_device(find(parameters([optimizer])))
+        groups = by_device(dense_grads(parameters([optimizer])))
         if not allow_fp16 and any(torch.float16 in {tensor.dtype for tensor in tensors} for _, tensors in groups):
             self._check_float16(optimizer)
         return {device: kernels.unscale_(tensors, inv_scale.to(device)) for device, tensors in groups}
@@ -156,7 +156,7 @@ class GradScaler(torch.amp.GradScaler):
             ScalerOutcome(self._scale, flags, optimizer, self._model) if flags and self._scale is not None else None
         )
         if without_buffer and self._outcome is not None and self._outcome.skipped:
-            # torch allocates the buffers uninitialized, and the skipped step has left them so.
+            # torch allocates the buffers uninitialized, and the skipped step has not filled them.
             for param in without_buffer:
                 optimizer.state.pop(param, None)
         return result
@@ -249,7 +249,7 @@ class ScalerOutcome:
             optimizer = self._optimizer() if self.skipped else None
             params = [] if optimizer is None else parameters([optimizer])
             names = Names(self._model, [] if optimizer is None else [optimizer])
-            grads = find(params)
+            grads = dense_grads(params)
             indices = [i for i in names.backward_order(params) if not _is_finite(grads[i])]
             self._culprits = tuple(names.of([params[i] for i in indices]))
         return self._culprits

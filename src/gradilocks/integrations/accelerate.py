@@ -27,7 +27,7 @@ __all__ = ["ControlledOptimizer", "control_for"]
 
 
 def control_for(accelerator: Accelerator, model: Any, optimizer: Any, **options: Any) -> GradientControl:
-    """Creates a GradientControl that takes the steps of prepared optimizers.
+    """Creates a GradientControl that steps prepared optimizers.
 
     `accelerator.backward`, `clip_grad_norm_`, `optimizer.step`, `optimizer_step_was_skipped`, `save_state` and
     `load_state` then use the control, and prepared schedulers do not advance for skipped steps.
@@ -37,7 +37,7 @@ def control_for(accelerator: Accelerator, model: Any, optimizer: Any, **options:
         model: the model that `prepare` returned, or a mapping from prefixes to models.
         optimizer: the optimizer that `prepare` returned; a list if the accelerator has prepared several.
         options: arguments of GradientControl. By default `scale` is that of Accelerate: dynamic with
-            mixed_precision="fp16" on a GPU (with the numbers of GradScalerKwargs), otherwise None.
+            mixed_precision="fp16" on a GPU (with the settings of GradScalerKwargs), otherwise None.
 
     Example:
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -48,7 +48,7 @@ def control_for(accelerator: Accelerator, model: Any, optimizer: Any, **options:
             f"{accelerator.distributed_type.value} scales, clips and steps in its own engine, which a GradientControl "
             "cannot replace. `gradilocks run` records such a script."
         )
-    wrappers = [_wrapper(accelerator, given) for given in _as_list(optimizer)]
+    wrappers = [_wrapper(accelerator, item) for item in _as_list(optimizer)]
     missing = [wrapper for wrapper in accelerator._optimizers if wrapper not in wrappers]
     if missing:
         raise ValueError(
@@ -71,7 +71,7 @@ def control_for(accelerator: Accelerator, model: Any, optimizer: Any, **options:
 
 
 class ControlledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """A prepared optimizer whose steps are taken by a GradientControl."""
+    """A prepared optimizer that a GradientControl steps."""
 
     control: GradientControl
     _outcome: Outcome | None = None
@@ -99,8 +99,7 @@ class ControlledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 class _AcceleratorScaler(ControlScaler):
     """The control's scaler. Updates the scale when all optimizers of an iteration have stepped.
 
-    Accelerate calls `update` after the step of each optimizer, when the gradients of the next one still carry the
-    scale.
+    Accelerate calls `update` after the step of each optimizer, when the gradients of the next one are still scaled.
     """
 
     def scale(self, outputs: Any) -> Any:
@@ -122,18 +121,18 @@ class _Methods:
     """Replacements for methods of an Accelerator.
 
     Args:
-        accelerator: whose methods are replaced.
-        control: of its optimizers.
+        accelerator: the Accelerator whose methods are replaced.
+        control: the control of its optimizers.
     """
 
     def __init__(self, accelerator: Accelerator, control: GradientControl) -> None:
         self._accelerator, self._control = accelerator, control
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divides the gradients by the scale in place, unless that is done already."""
+        """Divides the gradients by the scale in place, unless they are already unscaled."""
         control = self._control
-        for given in control.optimizers if optimizer is None else _as_list(optimizer):
-            inner = getattr(given, "optimizer", given) if isinstance(given, AcceleratedOptimizer) else given
+        for item in control.optimizers if optimizer is None else _as_list(optimizer):
+            inner = getattr(item, "optimizer", item) if isinstance(item, AcceleratedOptimizer) else item
             if control._phases[control._indices(inner)[0]].phase is Phase.SCALED:
                 control.unscale_(only=inner)
 
@@ -146,8 +145,8 @@ class _Methods:
             norm_type: order of the norm.
         """
         control = self._control
-        given = {id(parameter) for parameter in _as_list(parameters)}
-        covered = [optimizer for optimizer in control.optimizers if _trainable(optimizer) <= given]
+        ids = {id(parameter) for parameter in _as_list(parameters)}
+        covered = [optimizer for optimizer in control.optimizers if _trainable(optimizer) <= ids]
         if len(covered) != 1:
             raise ValueError(
                 f"clip_grad_norm_() got all parameters of {len(covered)} optimizers. The control clips the gradients "
@@ -174,7 +173,7 @@ class _Methods:
                 self._control.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
         hook = accelerator.register_load_state_pre_hook(load_control)
-        scaler, accelerator.scaler = accelerator.scaler, None  # Otherwise the file must exist.
+        scaler, accelerator.scaler = accelerator.scaler, None  # With a scaler, Accelerate requires the file.
         try:
             type(accelerator).load_state(accelerator, input_dir, *args, **kwargs)
         finally:
@@ -235,7 +234,7 @@ def _skip_with_control(scheduler: Any, control: GradientControl) -> None:
 
 def _scale_policy(scaler: Any) -> object:
     """The policy of the scaler that Accelerate has created."""
-    if isinstance(scaler, ControlScaler):  # Of a control before `accelerator.free_memory()`.
+    if isinstance(scaler, ControlScaler):  # From a control before `accelerator.free_memory()`.
         return scaler.control._state.policy
     if scaler is None or not scaler.is_enabled():
         return None
@@ -248,7 +247,7 @@ def _scale_policy(scaler: Any) -> object:
 
 
 def _creates_state(optimizer: Any) -> bool:
-    """True for the step by which torch.distributed.checkpoint creates optimizer state: all learning rates are 0."""
+    """True for the step in which torch.distributed.checkpoint creates optimizer state: all learning rates are 0."""
     return all(float(group["lr"]) == 0.0 for group in optimizer.param_groups)
 
 

@@ -1,6 +1,6 @@
 """Lightning: a GradientControl in the Trainer (`GradientControlCallback`) and in Fabric (`control_for`).
 
-Both replace the precision plugin by a copy that scales the loss with the control and steps through it.
+Both replace the precision plugin with a copy that scales the loss and steps with the control.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _ControlledPrecision:
         return self.control
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss for the native plugin."""
+        """Scales the loss, unless the native plugin does it with `scaler`."""
         self.control.update_scale()
         self.has_loss = True
         return loss if self.scaler is not None else self.control.scale_loss(loss)
@@ -125,7 +125,7 @@ class _ControlledPrecision:
         self.control.step(closure, only=optimizer if has_more_optimizers else None)
 
     def unscale(self, optimizer: Any) -> None:
-        """Unscales the gradients of one optimizer, unless they are unscaled."""
+        """Unscales the gradients of one optimizer, unless they are already unscaled."""
         if self.control._phases[self.control._indices(optimizer)[0]].phase is Phase.SCALED:
             self.control.unscale_(only=optimizer)
 
@@ -267,7 +267,7 @@ def control_for(fabric: Any, model: Any, optimizer: Any, *, scale: object = "aut
         plugin.clip(optimizer, value=clip_val)
 
     def load_checkpoint(path: Any, state: Any = None, **kwargs: Any) -> Any:
-        # ModelParallelStrategy replaces the objects in `state` by their loaded states instead of loading them.
+        # ModelParallelStrategy replaces the objects in `state` with their loaded states instead of loading them.
         keys = [key for key, value in state.items() if value is control] if isinstance(state, dict) else []
         remainder = native_load(path=path, state=state, **kwargs)
         for key in keys:
@@ -292,7 +292,7 @@ def _controlled_copy(native: Any, kind: type[_ControlledPrecision]) -> Any:
             "precision='32-true', 'bf16-mixed' or '16-mixed'. `gradilocks run` records such a script."
         )
     plugin = copy.copy(native)
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}  # The key in checkpoints.
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}  # They are the key in checkpoints.
     plugin.__class__ = type(base.__name__, (kind, base), names)
     plugin.native = native
     return plugin

@@ -21,7 +21,7 @@ class StepCallback:
     """Passes the numbers of each step to `write` when they have arrived on the host; no step waits for the device.
 
     Args:
-        prefix: of the names. Steps of one optimizer (`step(only=)`) add "optimizer0/", "optimizer1/", and so on.
+        prefix: precedes all names. Steps of one optimizer (`step(only=)`) add "optimizer0/", "optimizer1/", and so on.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -30,7 +30,7 @@ class StepCallback:
 
     def __call__(self, record: StepRecord) -> None:
         """Starts the copy of the numbers of one step, and writes the steps that have arrived."""
-        if record.outcome.is_captured:  # A step in a CUDA graph of the user has no host code at each replay.
+        if record.outcome.is_captured:  # Replays of the user's CUDA graph run no host code.
             return
         names, parts, fields = list(ROW), [record.outcome.row], {}
         for name, value in (("loss", record.loss), ("lr", next(iter(record.learning_rates), None))):

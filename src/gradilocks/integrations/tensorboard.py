@@ -17,7 +17,7 @@ class TensorBoardCallback(StepCallback):
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
-        prefix: of the tags.
+        prefix: precedes all tags.
     """
 
     def __init__(self, writer: Any, *, prefix: str = "gradilocks/") -> None:

@@ -114,7 +114,7 @@ def _ranks(trainer: Any) -> dict[str, Any]:
     if dims.pp > 1:
         from torch.distributed.device_mesh import init_device_mesh
 
-        sizes = (dims.pp, dims.world_size // dims.pp)  # Stages are the outermost dimension of all its meshes.
+        sizes = (dims.pp, dims.world_size // dims.pp)  # Stages are the outermost dimension of torchtitan's meshes.
         mesh = init_device_mesh(trainer.device.type, sizes, mesh_dim_names=("pp", "stage"))
         return {"mesh": mesh, "distinct": "pp"}
     return {"mesh": torch.distributed.group.WORLD} if torch.distributed.is_initialized() else {}

@@ -1,4 +1,4 @@
-"""Transformers: a Trainer whose steps are taken by a GradientControl."""
+"""Transformers: a Trainer that steps with a GradientControl."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ else:
 
 
 class GradientControlMixin(_Trainer):  # type: ignore[misc]
-    """Mixin that gives a Trainer class a GradientControl: `class Mine(GradientControlMixin, SFTTrainer)`.
+    """Mixin that gives a Trainer class a GradientControl: `class MyTrainer(GradientControlMixin, SFTTrainer)`.
 
     `max_grad_norm` is the clip. The log has the norm over all ranks as `grad_norm`, the number of skipped steps since
     the previous log as `skipped_steps`, and with fp16 the scale as `loss_scale`.
@@ -67,7 +67,7 @@ class GradientControlMixin(_Trainer):  # type: ignore[misc]
         """Does nothing: the control clips within the step."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
-        """Unscales the gradients, which callbacks may read now. The step measures the norm."""
+        """Unscales the gradients, so that callbacks can read them. The step measures the norm."""
         assert self.gradient_control is not None
         self.accelerator.unscale_gradients()
 
@@ -93,7 +93,7 @@ class GradientControlMixin(_Trainer):  # type: ignore[misc]
 
 
 class GradientControlTrainer(GradientControlMixin, Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` whose steps are taken by a GradientControl; see GradientControlMixin.
+    """`transformers.Trainer` that steps with a GradientControl; see GradientControlMixin.
 
     Example:
         trainer = GradientControlTrainer(model, args, train_dataset=rows, control_options={"record": "run.jsonl"})

@@ -18,7 +18,7 @@ class WandbCallback(StepCallback):
 
     Args:
         run: the result of `wandb.init`.
-        prefix: of the names.
+        prefix: precedes all names.
     """
 
     def __init__(self, run: Any, *, prefix: str = "gradilocks/") -> None:

@@ -68,7 +68,7 @@ def _use_torch_threads() -> bool:
     """Passes torch's OpenMP functions to the extension; False if they cannot be found (macOS)."""
     path = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
     try:
-        # Symbols are also looked up in the libraries that this one depends on: torch's own libgomp.
+        # Symbols are also looked up in the libraries that this one depends on, such as torch's own libgomp.
         torch_library = ctypes.CDLL(str(path))
         functions = [torch_library[name] for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")]
     except (OSError, AttributeError):

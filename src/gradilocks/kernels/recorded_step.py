@@ -187,7 +187,7 @@ class RecordedStep:
         loss: Tensor | None = None,
         detail: bool = False,
     ) -> Decision | None:
-        """Performs one step; see `StepPlan.step`. Every gradient is measured, whatever `detail` is.
+        """Performs one step; see `StepPlan.step`. Every gradient is measured; `detail` has no effect.
 
         Returns:
             None if a gradient has another layout than its parameter.

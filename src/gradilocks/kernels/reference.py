@@ -38,7 +38,7 @@ STATISTICS = ("norm", "largest", "zeros", "nan", "inf")
 """Rows of the tensor that `measure` returns."""
 
 LOW_ADDRESS = 1 << 40
-"""The address of a view of freed storage is its offset, which is below this number, as few valid addresses are."""
+"""A view of freed storage has its offset as its address. It is below this bound; few valid addresses are."""
 _HALF = (torch.float16, torch.bfloat16)
 _dtype_of = attrgetter("dtype")
 _ROW = 128

@@ -685,8 +685,8 @@ def launch_decide(
         update: table of addresses, group of each parameter, settings, coefficients; None without fused optimizers.
         reduce: True to reduce and write the row.
         decide: True to decide from the rows of all ranks.
-        unscaled: True if the gradients no longer carry the scale.
-        moves: True if the scale moves.
+        unscaled: True if the gradients are already unscaled.
+        moves: True to update the scale.
     """
     tensors, ranks = buffers.statistics.shape[2], buffers.rows.shape[0]
     _decide_kernel[(tensors if reduce else 1,)](

@@ -1,4 +1,4 @@
-"""Update of all parameters of one or more optimizers in one call of the kernels, by tables of addresses."""
+"""Update of all parameters of one or more optimizers in one call of the kernels, through tables of addresses."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class FusedStep:
     `is_current` returns False, make a new FusedStep. As in torch, a parameter gets its state when it first has a
     gradient.
 
-    Moved parameters, added groups and a loaded or cleared state are found at once. A single state tensor replaced by
-    hand is found later, because each step compares the states of `CHECKS_PER_STEP` parameters only; until then the
-    kernels update the old tensor, whose memory is still referenced.
+    Moved parameters, added groups and a loaded or cleared state are detected at the next step. A state tensor that was
+    replaced by hand is detected later, because each step compares the states of only `CHECKS_PER_STEP` parameters;
+    until then the kernels update the old tensor, whose memory is still referenced.
 
     Attributes:
         params: all parameters in order: optimizers, groups, parameters.
@@ -50,7 +50,7 @@ class FusedStep:
         rows: addresses of each parameter, its step count, first and second moment (or momentum buffer) and master; 0
             where there is none.
         kinds: kind of each parameter; None for a parameter without gradient and state.
-        groups: number of each parameter's group.
+        groups: index of each parameter's group.
         rules: rule of each group: adam, adamw, momentum or sgd.
     """
 
@@ -147,7 +147,7 @@ class FusedStep:
         self._storages += [tensor.untyped_storage() for tensor in tensors[1:] if tensor is not None]
 
     def is_current(self) -> bool:
-        """True if the tables still describe the optimizers. Refreshes masters of parameters written from outside."""
+        """True if the tables still describe the optimizers. Refreshes masters of parameters written by other code."""
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         if len(optimizers) < len(self._optimizers):
             return False

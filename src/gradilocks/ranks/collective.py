@@ -1,4 +1,4 @@
-"""Collectives of a step: one row of numbers per rank, and norms of single tensors or groups.
+"""Collectives of a step: one row of numbers per rank, and norms per tensor or group.
 
 All ranks compute from the same gathered rows in the same order, so all reach the same decision bit for bit.
 """
@@ -138,14 +138,14 @@ def handshake(
         layout: ranks that decide together.
         settings: text by argument, compared over ranks in addition to `distinct=` and `share=`.
         names: names of this rank's parameters.
-        per_tensor: True if norms of single tensors are reduced over ranks, which requires equal parameter lists.
+        per_tensor: True if per-tensor norms are reduced over ranks, which requires equal parameter lists.
 
     Returns:
         The names of every rank's parameters in the order of `layout.ranks`, or one list if all are equal.
 
     Raises:
         RanksDiffer: on every rank, if settings differ or ranks that should hold the same parameters do not.
-        ValueError: on every rank, if norms of single tensors are needed and the layout cannot provide them.
+        ValueError: on every rank, if per-tensor norms are needed and the layout cannot provide them.
     """
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=16).digest()
     # The default __repr__ of a policy contains its address, which differs between ranks.
@@ -160,7 +160,7 @@ def handshake(
             )
     if per_tensor and not all(has_tensor_norms for _, has_tensor_norms, *_ in entries):
         raise ValueError(
-            "clip= bounds single tensors, but their norms are unknown: with both share= and distinct=, or with a "
+            "clip= needs the norm of each tensor, which is unknown: with both share= and distinct=, or with a "
             "DTensor that spans a distinct= dimension, parts of one parameter may be on several stages. Use a policy "
             "for the model or for groups, such as ClipByNorm or ClipPerGroup."
         )
@@ -172,11 +172,11 @@ def handshake(
         return tuple(by_stage[stage] for stage in stages)
     by_rank = tuple(_gather_objects(tuple(names), layout.groups))
     if per_tensor or not layout.has_share_function:
-        _raise_for_lists(by_rank, stages, layout)
+        _raise_for_different_lists(by_rank, stages, layout)
     return by_rank
 
 
-def _raise_for_lists(by_rank: Sequence[Sequence[str]], stages: Sequence[int], layout: Layout) -> None:
+def _raise_for_different_lists(by_rank: Sequence[Sequence[str]], stages: Sequence[int], layout: Layout) -> None:
     """Raises RanksDiffer for the first two ranks of one stage with different parameter lists."""
     for i, names in enumerate(by_rank):
         j = stages.index(stages[i])

@@ -9,7 +9,7 @@ every element of the model counts once in  norm ** p = Σ over ranks of share ·
 - ranks: number of ranks that decide together: those of `mesh=`, else all.
 - shards: number of parts the parameter is split into: the product of the mesh sizes of its Shard placements; 1 for a
   plain tensor.
-- distinct: number of different parameters in its place on other ranks: the product of the sizes of the `distinct=`
+- distinct: number of different parameters that the ranks hold in its place: the product of the sizes of the `distinct=`
   dimensions (pipeline stages, experts) that its own mesh does not span.
 
 Examples with 8 ranks. FSDP2: 8 · 1 / 8 = 1. A norm layer outside the plan of tensor parallelism: 1 · 1 / 8. A plain
@@ -66,7 +66,7 @@ class Layout:
     distinct_groups: tuple[Any, ...]
     """Process groups of the `distinct=` dimensions."""
     stage: int
-    """Number of this rank's parameter list: its row-major coordinate along the `distinct=` dimensions."""
+    """Index of this rank's parameter list: its row-major coordinate along the `distinct=` dimensions."""
     shares: tuple[float, ...]
     """For each parameter, the weight of this rank's elements in sums over all ranks."""
     device: torch.device

@@ -86,7 +86,7 @@ def check_replicas(params: Iterable[Tensor], group: Any = None, *, names: Sequen
 
 
 def _shard_index(tensor: Tensor) -> int:
-    """Number of this rank's shard of a DTensor; replicas of a shard have the same number."""
+    """Index of this rank's shard of a DTensor; replicas of a shard have the same index."""
     spec = dtensor_spec(tensor)
     if spec is None:
         return 0

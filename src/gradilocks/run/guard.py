@@ -12,7 +12,7 @@ __all__ = ["Guard"]
 
 
 class Guard:
-    """Skips a step by hiding the gradients from the optimizer, or stops the script.
+    """Skips a step by hiding its gradients from the optimizer, or stops the script.
 
     torch's optimizers ignore parameters whose gradient is None: parameters and state remain bit for bit unchanged.
 

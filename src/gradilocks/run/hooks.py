@@ -60,7 +60,7 @@ class Hooks:
             self._removals.append(self._observer.calls.remove)
 
     def install_control(self) -> None:
-        """Called when the script has imported `gradilocks.control`."""
+        """Installs the hook on controls, once the script has imported `gradilocks.control`."""
         control = sys.modules["gradilocks.control"].GradientControl
         self._patch(control, "step", self._around(control.step, self._control_step))
 
@@ -107,12 +107,12 @@ class Hooks:
         if self._is_clipping:
             return original(parameters, limit, *args, **kwargs)
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        given = (limit,) if limit is not None else ()
+        positional = (limit,) if limit is not None else ()
         limit = kwargs.get("max_norm", limit)
         self.report(self._observer.begin_clip, params)
         self._is_clipping = True
         try:
-            norm = original(params, *given, *args, **kwargs)
+            norm = original(params, *positional, *args, **kwargs)
         finally:
             self._is_clipping = False
         if isinstance(norm, Tensor):

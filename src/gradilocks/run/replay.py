@@ -103,7 +103,7 @@ class Call:
 
 
 def _outputs(output: Any) -> list[Tensor]:
-    """The floating-point outputs; for a module that returns its loss only the scalars, where backward begins."""
+    """The floating-point outputs, or only the scalars if the module returns its loss: backward begins there."""
     found = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() or tensor.is_complex()]
     scalars = [tensor for tensor in found if tensor.dim() == 0 and tensor.requires_grad]
     return scalars or found
@@ -131,13 +131,13 @@ class CallLog:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.was_cut = False
+        self.is_truncated = False
         self.finite_step: list[tuple[weakref.ref[nn.Module], bool, list[Tensor]]] = []
         """Module, `has_grad` and norms of the outputs of each call before the last step, if that step was finite."""
         self._has_stepped = self._was_finite = False
         self._thread = _Depth()
         self._saved_tensors_hooks: list[tuple[Any, Any]] = []
-        # By `training`: some counters advance in training only, and a validation may come first.
+        # By `training`: some counters advance in training only, and validation may come first.
         self._counters: dict[bool, weakref.WeakKeyDictionary[nn.Module, _Counters]] = {
             True: weakref.WeakKeyDictionary(),
             False: weakref.WeakKeyDictionary(),
@@ -190,11 +190,11 @@ class CallLog:
             finished = [(weakref.ref(call.module), call.has_grad, call.norms) for call in self.calls]
             self.finite_step = finished if self._was_finite else []
             self.calls = [call for call in self.calls if call.is_pending]
-            self._has_stepped = self.was_cut = False
+            self._has_stepped = self.is_truncated = False
         if len(self.calls) >= MAX_CALLS:
             # Evaluation runs many calls without gradients between two steps.
             idle = next((i for i, call in enumerate(self.calls) if not call.has_grad), None)
-            self.was_cut |= idle is None
+            self.is_truncated |= idle is None
             del self.calls[idle or 0]
         counters = self._counters[module.training]
         if module not in counters:
@@ -267,7 +267,7 @@ class _Replay:
 
     call: Call
     reason: str = ""
-    """Why the replay failed or differs from the call."""
+    """The reason why the replay failed or differs from the call; "" if it agrees."""
     output: Origin | None = None
     """Origin of a non-finite output."""
     gradients: dict[int, Origin] = field(default_factory=dict)
@@ -302,18 +302,18 @@ def find_culprit(log: CallLog, params: Sequence[Tensor], names: Mapping[nn.Modul
         replays = [_replay(call, names, _harmless(call, log)) for call in log.calls]
     finally:
         _set_random_state(random_state)
-    culprit = _conclude(replays, params, was_cut=log.was_cut, loss_value=loss_value)
+    culprit = _conclude(replays, params, is_truncated=log.is_truncated, loss_value=loss_value)
     largest = max((float(param.detach().abs().max()) for param in params if param.numel()), default=0.0)
     if largest > LARGE_WEIGHT:
         culprit = replace(culprit, text=f"{culprit.text}; weights have grown to {largest:.4g}")
     return culprit
 
 
-def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, was_cut: bool, loss_value: str) -> Culprit:
+def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, is_truncated: bool, loss_value: str) -> Culprit:
     """The earliest origin that the replays connect to the parameters' gradients."""
     bad = {id(param) for param in params}
     found = not bad or any(key in bad for replay in replays for key in replay.gradients)
-    for replay in replays:  # Of several micro-batches the first; within one call the earliest operation.
+    for replay in replays:  # The first of several micro-batches; within one call, the earliest operation.
         inside = [o for key, o in replay.gradients.items() if key in bad and o.source != "received"]
         if replay.call.is_differentiated_twice and not loss_value:
             inside = [origin for origin in inside if origin.phase == "forward"]
@@ -342,7 +342,7 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, was_cut: bool
     ]
     if any(replay.call.is_differentiated_twice for replay in replays):
         doubts.append("the step differentiates gradients, which a replay does not repeat")
-    if doubts or was_cut:
+    if doubts or is_truncated:
         return _unknown(doubts[0] if doubts else f"more than {MAX_CALLS} module calls since the last step")
     if found:
         for replay in reversed(replays):
@@ -534,8 +534,8 @@ def _difference(call: Call, outputs: list[Tensor]) -> str:
 
 def _named_inputs(call: Call) -> Iterator[tuple[str, Tensor]]:
     name = type(call.module).__name__
-    given = {**{f"argument {i + 1}": value for i, value in enumerate(call.args)}, **call.kwargs}
-    for key, value in given.items():
+    arguments = {**{f"argument {i + 1}": value for i, value in enumerate(call.args)}, **call.kwargs}
+    for key, value in arguments.items():
         for tensor in tensors_in(value):
             yield f"{key} of {name}", tensor
 
@@ -585,8 +585,8 @@ def _refill(container: Any, content: Any) -> None:
 def module_names(params: Sequence[Tensor]) -> dict[nn.Module, str]:
     """The name of every module in the process. Searches all objects, which takes about 0.1 s.
 
-    If one outermost module owns all of `params`, names of its submodules have no prefix. All other names begin with the
-    script's variable or attribute that refers to the outermost module, else with its class.
+    If one outermost module owns all of `params`, the names of its submodules have no prefix. All other names begin with
+    the script's variable or attribute that refers to the outermost module, or else with its class.
 
     Args:
         params: parameters that are trained.
@@ -618,7 +618,7 @@ def _variable(module: nn.Module) -> str:
     """The name of the script's local variable, global variable or attribute that refers to a module; "" if none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        is_ours = frame.f_globals.get("__name__", "").startswith("gradilocks.")  # Reading `f_locals` makes a referrer.
+        is_ours = frame.f_globals.get("__name__", "").startswith("gradilocks.")  # Reading `f_locals` adds a referrer.
         for variables in () if is_ours else (frame.f_locals, frame.f_globals):
             for name, value in list(variables.items()):
                 if value is module:

@@ -1,6 +1,6 @@
 """Runs a script as `python script.py` would, with hooks installed as soon as it imports torch.
 
-This module imports no torch: the script may set environment variables first.
+This module does not import torch: the script may set environment variables first.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Options:
     Args:
         output: path of the run file; by default runs/SCRIPT-DATE-TIME.jsonl.
         overwrite: replace an existing file.
-        append: continue an existing file when a training resumes.
+        append: continue an existing file, for a resumed run.
         guard: on NaN or Inf gradients "skip" the step or "stop" the script; None to do nothing.
-        has_trace: find the operation that made NaN or Inf by replaying the step.
+        has_trace: find the operation that produced NaN or Inf by replaying the step.
         every: largest number of steps between two writes.
-        detail_every: record numbers of each tensor every so many steps; 0 for never.
+        detail_every: number of steps between records of per-tensor statistics; 0 for never.
     """
 
     output: str | os.PathLike[str] | None = None
@@ -75,7 +75,7 @@ class RunResult:
 def run_script(argv: Sequence[str], options: Options | None = None) -> RunResult:
     """Runs a script and records its optimizer steps.
 
-    Output, results and exit code are the script's own. Lines of gradilocks go to standard error.
+    Output, results and exit code are the script's own. gradilocks prints to standard error.
 
     Args:
         argv: path of the script and its arguments; or "-m", a module's name and its arguments.
@@ -90,7 +90,7 @@ def run_script(argv: Sequence[str], options: Options | None = None) -> RunResult
     command = list(argv[1:] if is_module else argv)
     if not command or not (is_module or Path(command[0]).is_file()):
         raise GradilocksError(
-            f"script {command[0] if command else ''!r} does not exist. Give a Python file, or -m MODULE."
+            f"script {command[0] if command else ''!r} does not exist. Pass a Python file, or -m MODULE."
         )
     session = _Session(_output_path(command[0], options), command, options)
     when_imported("torch", session.begin)
@@ -141,7 +141,7 @@ class _Session:
         self._hooks.install()
 
     def begin_control(self) -> None:
-        """Hooks controls."""
+        """Installs the hook on controls."""
         if self._hooks is not None:
             self._hooks.install_control()
 

@@ -19,7 +19,7 @@ from gradilocks.ranks.layout import is_dtensor
 from gradilocks.record import Recorder, WeightSample
 from gradilocks.run.guard import Guard
 from gradilocks.run.replay import CallLog, find_culprit, module_names
-from gradilocks.step.gradients import find, parameters
+from gradilocks.step.gradients import dense_grads, parameters
 from gradilocks.step.measure import statistics_of
 from gradilocks.torch_private import supports_amp_scaling
 from gradilocks.trace import Culprit, nonfinite_values
@@ -36,7 +36,7 @@ MAX_ALIKE = 4
 
 @dataclass(eq=False)
 class _OptimizerEntry:
-    """An optimizer of the script, or a series of equal ones of which each replaces the last."""
+    """An optimizer of the script, or a series of equal optimizers, each of which replaces the previous one."""
 
     index: int
     optimizer: weakref.ref[Any]
@@ -100,12 +100,12 @@ class StepObserver:
     # --- backward, unscaling, clipping --------------------------------------------------------------------------------
 
     def note_scaled(self, loss: Any, scaled: Any) -> None:
-        """`scaler.scale(loss)` returned `scaled`."""
+        """Remembers the loss that `scaler.scale(loss)` has scaled."""
         if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
             self._scaled = weakref.ref(scaled), loss.detach()
 
     def begin_backward(self, tensors: Any) -> None:
-        """Backward begins from one or several tensors."""
+        """Called before backward from one or several tensors: keeps the losses, discards earlier measurements."""
         # LBFGS calls its closure several times per step; the first culprit is kept.
         self._latest = _BackwardState(culprit=self._latest.culprit if self._stepping else None)
         if self._has_stepped:  # The loss is kept until then: several optimizers may step after one backward.
@@ -117,17 +117,17 @@ class StepObserver:
                 self._losses.append((loss.reshape(()).float().clone(), is_scaled))
 
     def note_cleared(self) -> None:
-        """`zero_grad` discards the gradients of losses that no step has used."""
+        """Called before `zero_grad`: discards losses whose gradients no step has used."""
         if not self._stepping and not self._has_stepped:
             self._losses.clear()
 
     def begin_unscale(self, optimizer: Any) -> None:
-        """`scaler.unscale_(optimizer)` begins."""
+        """Called before `scaler.unscale_(optimizer)`."""
         self._examine(optimizer)
         self._latest.unscaled.add(id(optimizer))
 
     def begin_clip(self, params: Sequence[Tensor]) -> None:
-        """A clip function begins."""
+        """Called before a clip function."""
         self._measure(params)
         ids = set(map(id, params))
         for entry in self._entries:
@@ -136,7 +136,7 @@ class StepObserver:
                 self._examine(optimizer)
 
     def end_clip(self, params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-        """`clip_grad_norm_` returned a norm."""
+        """Called after `clip_grad_norm_`, with the norm that it returned."""
         ids = set(map(id, params))
         unscaled = bool(self._latest.unscaled)
         self._latest.clips.append(_Clip(ids, float(max_norm), norm.detach(), unscaled))
@@ -144,20 +144,20 @@ class StepObserver:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def begin_scaler_step(self, scaler: Any, optimizer: Any) -> None:
-        """`scaler.step(optimizer)` begins."""
+        """Called before `scaler.step(optimizer)`."""
         self._scale = scaler.get_scale()
         self._examine(optimizer)
         self._stepping.append(scaler)
 
     def end_scaler_step(self, optimizer: Any, *, has_stepped: bool) -> None:
-        """`scaler.step(optimizer)` ended, with or without calling the optimizer."""
+        """Called after `scaler.step(optimizer)`, which may have skipped the optimizer's step."""
         self._stepping.pop()
         if not has_stepped and not self._stepping:
             self._record(optimizer, is_skipped=True)
         self._scale = None
 
     def begin_step(self, optimizer: Any, *, has_closure: bool) -> None:
-        """`optimizer.step()` begins."""
+        """Called before `optimizer.step()`."""
         self._first_closure = None
         if has_closure:
             self._latest = _BackwardState()
@@ -170,7 +170,7 @@ class StepObserver:
         self._stepping.append(optimizer)
 
     def end_closure(self, optimizer: Any) -> None:
-        """A closure that `optimizer.step(closure)` called has returned. LBFGS calls it several times."""
+        """Called after each call of the closure in `optimizer.step(closure)`. LBFGS calls it several times."""
         self._stepping.pop()
         if not self._is_inner():
             self._gradients_ready(optimizer)
@@ -179,7 +179,7 @@ class StepObserver:
         self._stepping.append(optimizer)
 
     def _gradients_ready(self, optimizer: Any) -> None:
-        """The gradients that an optimizer is about to use are complete."""
+        """Examines the gradients that an optimizer is about to use."""
         entry, bad = self._examine(optimizer)
         if self.recorder.is_detailed(entry.index) and self._first_closure is None:
             entry.sample.take()
@@ -187,7 +187,7 @@ class StepObserver:
             self._guard.apply(parameters([optimizer]), entry.step + 1, str(self._latest.culprit or "NaN or Inf"))
 
     def end_step(self, optimizer: Any) -> None:
-        """`optimizer.step()` ended."""
+        """Called after `optimizer.step()`."""
         self._stepping.pop()
         was_guarded = self._guard is not None and self._guard.restore()
         if not self._is_inner():
@@ -197,28 +197,29 @@ class StepObserver:
             self._record(optimizer, is_skipped=was_guarded or is_fused_skip)
 
     def begin_control(self, control: Any) -> None:
-        """`control.step()` begins."""
+        """Called before `control.step()`."""
         self._stepping.append(control)
 
     def end_control(self) -> None:
-        """`control.step()` ended."""
+        """Called after `control.step()`."""
         self._stepping.pop()
 
     def control_step(self, record: StepRecord) -> None:
-        """A control has stepped: `events.subscribe_all` calls this."""
+        """Records a step of a control. Called through `events.subscribe_all`."""
         self._has_stepped = True
         if self.calls is not None:
             bad = []
             if record.outcome.skipped and not record.outcome.rejected:
                 params = parameters([record.control.optimizers[i] for i in record.optimizers])
-                bad = [p for p in params if (grad := find([p])[0]) is not None and not bool(grad.isfinite().all())]
+                grads = zip(params, dense_grads(params), strict=True)
+                bad = [param for param, grad in grads if grad is not None and not bool(grad.isfinite().all())]
             losses = [] if record.loss is None else [record.loss]
             self._trace(bad, record.outcome.step, self.recorder.index_of(record), losses)
-        self.recorder(record)  # After the culprit of the step: a repeated step number is a restart.
+        self.recorder(record)  # After the step's culprit: a repeated step number would count as a restart.
         self._note_step()
 
     def log(self, **numbers: Any) -> None:
-        """`control.log(...)`."""
+        """Records the numbers of `control.log(...)`."""
         self.recorder.log(**numbers)
 
     def _is_inner(self) -> bool:
@@ -229,25 +230,24 @@ class StepObserver:
 
     def _measure(self, params: Sequence[Tensor]) -> None:
         """Measures the gradients that were not measured since backward. Waits for the device once."""
-        known = self._latest.statistics
+        statistics = self._latest.statistics
         new = [
             param
             for param in params
-            if param.grad is not None and (id(param) not in known or known[id(param)][0]() is not param.grad)
+            if param.grad is not None and (id(param) not in statistics or statistics[id(param)][0]() is not param.grad)
         ]
         if not new:
             return
         with torch.no_grad():
-            columns = statistics_of(find(new), detail=True).T.tolist()
+            columns = statistics_of(dense_grads(new), detail=True).T.tolist()
         for param, column in zip(new, columns, strict=True):
             assert param.grad is not None
-            known[id(param)] = weakref.ref(param.grad), tuple(column)
+            statistics[id(param)] = weakref.ref(param.grad), tuple(column)
 
     def _columns(self, params: Sequence[Tensor]) -> list[tuple[float, ...]]:
         """The statistics of each parameter's gradient; zeros where there is none."""
-        known = self._latest.statistics
-        nothing = (0.0,) * len(STATISTICS)
-        return [known[id(param)][1] if id(param) in known else nothing for param in params]
+        statistics, zeros = self._latest.statistics, (0.0,) * len(STATISTICS)
+        return [statistics[id(param)][1] if id(param) in statistics else zeros for param in params]
 
     def _bad(self, optimizer: Any) -> list[Tensor]:
         """Parameters whose gradients contained NaN or Inf when they were measured."""
@@ -270,17 +270,17 @@ class StepObserver:
         entry = self._track(optimizer)
         entry.step += 1
         params = parameters([optimizer])
-        carried = self._scale or 1.0
+        scale = self._scale or 1.0
         columns = {
             name: list(column)
             for name, column in zip(STATISTICS, zip(*self._columns(params), strict=True), strict=True)
         }
         nan, inf = int(sum(columns["nan"])), int(sum(columns["inf"]))
-        norm: float = math.sqrt(sum(number * number for number in columns["norm"])) / carried
+        norm: float = math.sqrt(sum(number * number for number in columns["norm"])) / scale
         clip = next((clip for clip in self._latest.clips if not clip.params.isdisjoint(map(id, params))), None)
         limit = None
         if clip is not None:
-            unit = 1.0 if clip.is_unscaled else carried
+            unit = 1.0 if clip.is_unscaled else scale
             limit = clip.max_norm / unit
             if any(map(is_dtensor, params)):
                 norm = float(clip.norm) / unit
@@ -299,11 +299,11 @@ class StepObserver:
             "rejected": False,
             "nan": nan,
             "inf": inf,
-            "largest": max(columns["largest"], default=0.0) / carried,
+            "largest": max(columns["largest"], default=0.0) / scale,
             "is_unscaled": True,
         }
         tensors: dict[str, Tensor] = {}
-        losses = [loss if is_unscaled else loss / carried for loss, is_unscaled in self._losses]
+        losses = [loss if is_unscaled else loss / scale for loss, is_unscaled in self._losses]
         if losses:
             tensors["loss"] = torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
         rate = optimizer.param_groups[0].get("lr")
@@ -312,7 +312,7 @@ class StepObserver:
         elif isinstance(rate, (int, float)):
             fields["lr"] = float(rate)
         if self.recorder.is_detailed(entry.index):
-            fields["norms"] = [number / carried for number in columns["norm"]]
+            fields["norms"] = [number / scale for number in columns["norm"]]
             fields["zeros"] = [count / size for count, size in zip(columns["zeros"], entry.sample.sizes, strict=True)]
             tensors["updates"] = entry.sample.updates()
         self.recorder.step(fields, tensors)
@@ -333,7 +333,7 @@ class StepObserver:
         params = parameters([optimizer])
         signature = type(optimizer), tuple(param.shape for param in params)
         equal = [entry for entry in self._entries if entry.signature == signature]
-        # Garbage in a reference cycle still exists, so from MAX_ALIKE equal optimizers on the oldest is replaced, too.
+        # Unused optimizers in a reference cycle still exist, so the oldest of MAX_ALIKE equal ones is replaced, too.
         replaceable = [entry for entry in equal if entry.optimizer() is None] or equal[: len(equal) // MAX_ALIKE]
         if replaceable:
             replaceable[0].optimizer, replaceable[0].sample = weakref.ref(optimizer), WeightSample(params)
@@ -356,7 +356,7 @@ class StepObserver:
                 self._names[id(param)] = weakref.ref(param), name if is_outermost else f"{prefix}.{name}"
 
     def _name(self, param: Tensor) -> str:
-        """The name of a parameter; "" if it is not known."""
+        """The name of a parameter; "" if it was not found."""
         reference, name = self._names.get(id(param), (None, ""))
         return name if reference is not None and reference() is param else ""
 

@@ -1,4 +1,4 @@
-"""Evaluation of the clip policies for parameters that step together, by torch operations without host reads."""
+"""Evaluation of the clip policies for parameters that step together, with torch operations and no host reads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ClipStage:
         policies: applied in order; each receives the norms after the previous ones.
         params: the parameters.
         names: their names.
-        groups: number and name of each parameter's param group.
+        groups: index and name of each parameter's param group.
         layout: how the parameters are distributed over ranks; None for one rank.
     """
 
@@ -79,7 +79,7 @@ class ClipStage:
             norms: 1-d, norm of each parameter's unscaled gradient on this rank.
             total: 0-d, their global norm over all ranks.
             tensors: the gradients, for policies that bound rows.
-            gradient_scale: 0-d, the scale that `tensors` carry.
+            gradient_scale: 0-d, the scale of `tensors`; 1 if they are unscaled.
         """
         factor, bound = torch.ones_like(total), torch.full_like(total, math.inf)
         rejecting_bound, reject = bound, torch.zeros_like(total, dtype=torch.bool)
@@ -119,7 +119,7 @@ class ClipStage:
                 if per == "group":
                     per_tensor = per_tensor[device_indices(group_indices, per_tensor.device)]
                 factors = per_tensor if factors is None else factors * per_tensor
-            if remaining:  # Computed only for a next policy: with several ranks the total is a collective.
+            if remaining:  # Computed only if another policy follows: with several ranks the total is a collective.
                 local = local * per_tensor
                 total = self._total(local)
         bound = torch.where(reject, rejecting_bound, bound)

@@ -1,4 +1,4 @@
-"""Step with a closure, by which the optimizer evaluates the loss itself, once or several times."""
+"""Steps with a closure, through which the optimizer evaluates the loss itself, once or several times."""
 
 from __future__ import annotations
 

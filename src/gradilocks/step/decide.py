@@ -34,7 +34,7 @@ _NAN, _INF = STATISTICS.index("nan"), STATISTICS.index("inf")
 class Decision:
     """The choice to step or to skip, and the multiplier of the gradients. All tensors are on the device.
 
-    Those of a recorded step are overwritten by its next step; `row` and `statistics` can be read longer.
+    The next recorded step overwrites those of a recorded step; `row` and `statistics` remain readable for longer.
     """
 
     skip: Tensor
@@ -123,12 +123,12 @@ def decide(
     """Decides one step with torch operations, without a host read.
 
     Args:
-        statistics: [5, n] of the gradients as they are.
+        statistics: [5, n], of the gradients, still scaled unless `is_unscaled`.
         tensors: the gradients.
         clip: the clip policies.
         state: scale and step number.
         layout: ranks that decide together.
-        is_unscaled: True if the gradients no longer carry the scale.
+        is_unscaled: True if the gradients are already unscaled.
         max_gradient: the largest finite number that all of the gradients' dtypes can hold.
         has_float64: True if some gradients are float64, so that the norm is not rounded to float32.
         loss: 0-d, the loss of this rank.

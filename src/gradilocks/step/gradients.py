@@ -19,9 +19,9 @@ __all__ = [
     "by_device",
     "check_float16",
     "check_optimizers",
+    "dense_grads",
     "device_indices",
     "elements",
-    "find",
     "first_device",
     "indexed_by_device",
     "largest_finite",
@@ -67,7 +67,7 @@ def check_optimizers(optimizers: Sequence[Any], names: Names) -> None:
         ids.add(id(param))
 
 
-def find(params: Sequence[Tensor]) -> list[Tensor | None]:
+def dense_grads(params: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradient of each parameter as a dense, real, local tensor; None where there is none.
 
     In-place writes to these tensors change the gradients.
@@ -86,7 +86,7 @@ def elements(grad: Tensor, param: Tensor | None = None) -> Tensor:
     Args:
         grad: strided or sparse, real or complex, plain or a DTensor.
         param: its parameter. A sparse gradient with duplicate indices, or a DTensor that is still a partial sum, is
-            replaced in `param.grad` by its sum.
+            replaced in `param.grad` with its sum.
     """
     if is_dtensor(grad):
         summed = reduce_partial(grad, param)

@@ -18,7 +18,7 @@ from gradilocks.kernels import STATISTICS
 from gradilocks.kernels.addresses import AddressReader
 from gradilocks.optim.fused_step import FusedStep
 from gradilocks.step.decide import Decision
-from gradilocks.step.gradients import find
+from gradilocks.step.gradients import dense_grads
 from gradilocks.step.state import StepState
 
 __all__ = ["HostStep", "Totals", "decide_on_host"]
@@ -52,7 +52,7 @@ def decide_on_host(
     """`decide` in Python numbers, for one rank and one ClipByNorm.
 
     Args:
-        totals: statistics of the gradients as they are.
+        totals: statistics of the gradients, still scaled unless `is_unscaled`.
         clip: the clip policy.
         scale: the current scale.
         step: number of this step.
@@ -69,10 +69,10 @@ def decide_on_host(
     multiplier = coefficient / gradient_scale
     skipped = broken or (multiplier > 1.0 and norm * multiplier > max_gradient) or multiplier == math.inf
     multiplier = 1.0 if skipped else multiplier
-    reported = norm / gradient_scale if not bad else math.nan if totals.nan else math.inf
+    reported_norm = norm / gradient_scale if not bad else math.nan if totals.nan else math.inf
     clipped = coefficient < 1.0 and not skipped
     largest = totals.largest * scale if is_unscaled else totals.largest
-    row = (skipped, False, scale, reported, clip.max_norm, clipped, step, totals.nan, totals.inf, largest)
+    row = (skipped, False, scale, reported_norm, clip.max_norm, clipped, step, totals.nan, totals.inf, largest)
     return Decision(
         skip=_FLAGS[skipped],
         multiplier=multiplier,
@@ -92,7 +92,7 @@ class HostStep:
 
     Args:
         params: parameters whose gradients are measured.
-        state: scale and counters. Their tensors must stay the same.
+        state: scale and counters. Its tensors must not be replaced.
         clip: the clip policy.
         max_gradient: the largest finite number that all of the gradients' dtypes can hold.
         fused: updates `params`; None to decide only, as always without the C extension.
@@ -133,12 +133,12 @@ class HostStep:
         """Performs one step; see `StepPlan.step`.
 
         Returns:
-            None if this step needs torch operations: a gradient has another layout than its parameter, or there is no C
-            extension and the gradients are not finite or need statistics of their own.
+            None if this step needs torch operations: a gradient's layout is not its parameter's, or there is no C
+            extension and the gradients are not finite or per-tensor statistics are requested.
         """
         addresses = None if self._table is None else self._reader.read_gradients(grads)
         if self._table is None:
-            order, present = self._clip.order, [grad for grad in find(self._params) if grad is not None]
+            order, present = self._clip.order, [grad for grad in dense_grads(self._params) if grad is not None]
             norm = math.nan if detail else float(kernels.norm(present, order))
             if not math.isfinite(norm):
                 return None
@@ -165,7 +165,7 @@ class HostStep:
         return decision
 
     def _advance(self, skipped: bool, moves: bool) -> None:
-        """Counts the step and updates the scale. A finite step that does not grow the scale only counts up."""
+        """Counts the step and updates the scale. A finite step that does not grow the scale changes only counters."""
         self._steps.value += 1
         self._streak.value = self._streak.value + 1 if skipped else 0
         rules = self._state.rules
@@ -183,6 +183,6 @@ def _statistics(table: array[float], count: int) -> Tensor:
 
 def _raise_unmeasured() -> Tensor:
     raise RuntimeError(
-        "this step has no statistics of single gradients. Without the C extension, a CPU measures only the global "
+        "this step has no per-tensor statistics. Without the C extension, a CPU measures only the global "
         "norm: install with a C++ compiler, or subscribe to the control before the step."
     )

@@ -59,7 +59,7 @@ class Measurement:
 
     @property
     def culprits(self) -> tuple[str, ...]:
-        """Names of the parameters with NaN or Inf: all on this rank, the first on each other. Waits for the device."""
+        """Names of parameters with NaN or Inf: all on this rank, the first on each other rank. Waits for the device."""
         return self._find_culprits()
 
 
@@ -73,13 +73,13 @@ def measure(
     distinct: str | Iterable[str] = (),
     share: ShareFunction | None = None,
 ) -> Measurement:
-    """Measures gradients without stepping, for training loops other than your own.
+    """Measures gradients without stepping, for training loops that you cannot change.
 
     With several ranks this is a collective that all of them must call. The first call with a list of parameters also
     compares the lists over ranks, so all ranks must change theirs at the same call. Does not wait for the device.
 
     Args:
-        params: a module, a parameter, parameters, or pairs of name and parameter. One listed twice counts once.
+        params: a module, a parameter, parameters, or pairs of name and parameter. Duplicates count once.
         grad: returns the gradient of a parameter; by default `param.grad`. Megatron: `lambda p: p.main_grad`.
         order: p of the norms, from 1 to 8, or inf.
         mesh, distinct, share: the ranks; as for GradientControl.
@@ -140,7 +140,7 @@ def _layout_and_names(
     world = distributed.group.WORLD if distributed.is_available() and distributed.is_initialized() else None
     distinct = (distinct,) if isinstance(distinct, str) else tuple(distinct)
     shares = None if share is None else tuple(map(share, names, params))
-    # Python reuses ids, so those of parameters are verified below. Either all ranks find their entry or none does.
+    # Python reuses ids, so the parameters are compared below. Either all ranks find their entry or none does.
     key = (world, mesh, distinct, shares, tuple(names), *map(id, params))
     if key in _layouts and all(reference() is param for reference, param in zip(_layouts[key][0], params, strict=True)):
         return _layouts[key][1:]

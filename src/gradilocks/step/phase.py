@@ -21,7 +21,7 @@ class Phase(enum.Enum):
     """The state of an optimizer's gradients."""
 
     CLEAR = "no scaled loss since the last step"
-    SCALED = "gradients that carry the scale"
+    SCALED = "scaled gradients"
     UNSCALED = "gradients after unscale_()"
     USED = "gradients of a finished step, or of a scale that has changed since"
 
@@ -86,7 +86,7 @@ class OptimizerPhase:
         if self.phase is Phase.UNSCALED and any(mark.is_nonzero() for mark in self._marks):
             if not may_be_for_another_optimizer:
                 raise ScaleMisuse(_ONTO_UNSCALED)
-            self._unscaled_marks = self._mark(every=True)
+            self._unscaled_marks = self._mark(all_gradients=True)
             return
         # The second loss of a GAN may add to used gradients of the first optimizer, which are cleared later. So the
         # error, and the device read that it needs, wait until the step.
@@ -120,14 +120,14 @@ class OptimizerPhase:
             )
         if self.phase is Phase.CLEAR:
             raise ScaleMisuse(
-                "step() without a scaled loss: the gradients do not carry the scale, so dividing by it would make them "
-                "too small. Call control.backward(loss) instead of loss.backward(), or pass scale=None."
+                "step() without a scaled loss: the gradients are not scaled, so dividing them by the scale would make "
+                "them too small. Call control.backward(loss) instead of loss.backward(), or pass scale=None."
             )
         if self._leftovers:
             self._check_leftovers()
 
     def check_unscale(self) -> None:
-        """Raises ScaleMisuse for gradients that do not carry the scale, or are left over from an earlier step."""
+        """Raises ScaleMisuse for gradients that are not scaled, or are left over from an earlier step."""
         if self.phase is Phase.UNSCALED:
             raise ScaleMisuse("unscale_() was already called since the last step. Remove the second call.")
         if self.phase is not Phase.SCALED:
@@ -158,8 +158,8 @@ class OptimizerPhase:
     def _mark(self, *, every: bool = False) -> list[_Mark]:
         """Marks the first and the last gradient, since gradients are cleared together, or every gradient."""
         groups = self._optimizer.param_groups
-        params = [p for group in groups for p in group["params"] if p.grad is not None] if every else []
-        if not every:
+        params = [p for group in groups for p in group["params"] if p.grad is not None] if all_gradients else []
+        if not all_gradients:
             params += next(([p] for group in groups for p in group["params"] if p.grad is not None), [])
             backward = (p for group in reversed(groups) for p in reversed(group["params"]))
             params += next(([p] for p in backward if p.grad is not None), [])
@@ -173,7 +173,7 @@ _ONTO_UNSCALED = (
 
 
 class StepGuard:
-    """A step pre-hook that rejects `optimizer.step()` while the gradients carry the scale of a control.
+    """A step pre-hook that rejects `optimizer.step()` while the gradients are scaled by a control.
 
     Args:
         phase: phase of the optimizer. The reference is weak, so that the hook does not keep the control alive.
@@ -188,11 +188,11 @@ class StepGuard:
             return
         if phase.phase is Phase.SCALED:
             raise ScaleMisuse(
-                "optimizer.step() while the gradients carry the scale of a GradientControl. Call control.step(), or "
+                "optimizer.step() while the gradients are scaled by a GradientControl. Call control.step() instead, or "
                 "control.unscale_() first."
             )
         if phase.has_used_gradients():
             raise ScaleMisuse(
-                "optimizer.step() after control.step(): the gradients were used and may still carry the scale. Remove "
+                "optimizer.step() after control.step(): the gradients were used and may still be scaled. Remove "
                 "optimizer.step(); control.step() has already stepped the optimizer."
             )

@@ -19,7 +19,7 @@ from gradilocks.optim.fused_step import FusedStep
 from gradilocks.ranks.layout import Layout, local
 from gradilocks.step.clip_stage import ClipStage
 from gradilocks.step.decide import Decision, clip_rule, decide
-from gradilocks.step.gradients import check_float16, find, first_device, largest_finite, parameters
+from gradilocks.step.gradients import check_float16, dense_grads, first_device, largest_finite, parameters
 from gradilocks.step.host_step import HostStep
 from gradilocks.step.measure import statistics_of
 from gradilocks.step.state import StepState
@@ -39,13 +39,13 @@ class StepPlan:
     """The steps of optimizers that step together, with their tables and clip policies.
 
     With the common policies and dtypes, gradients on a GPU take a RecordedStep, and on a CPU a HostStep: the "fast
-    step", which measures, decides, counts and moves the scale, and also updates the parameters if a FusedStep covers
+    step", which measures, decides, counts and updates the scale, and also updates the parameters if a FusedStep covers
     all optimizers. Everything else runs as torch operations: `decide`, `update`, `advance`.
 
     Args:
         optimizers: the optimizers that step together.
         names: names of their parameters.
-        groups: number and name of each parameter's param group.
+        groups: index and name of each parameter's param group.
         state: scale and counters, shared by all plans of a control.
         policies: clip policies.
         layout: distribution of these parameters over ranks; None for one rank.
@@ -77,7 +77,7 @@ class StepPlan:
         self._fast: RecordedStep | HostStep | None = None
         self._fused: FusedStep | None = None
         """Part of the fast step; None if `update` calls `optimizer.step()`."""
-        # For `_is_fast_step_current`: what the fast step was created for.
+        # The objects for which the fast step was created, compared by `_is_fast_step_current`.
         self._bypasses_step = False
         self._state_tensors: dict[str, Tensor] | None = None
         self._sizes: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class StepPlan:
         """Takes or skips one step.
 
         Args:
-            is_unscaled: True if the gradients no longer carry the scale.
+            is_unscaled: True if the gradients are already unscaled.
             moves: True to update the scale after this step.
             overflow: 0-d flag that `unscale_` computed; None if it was not called.
             loss: 0-d, the loss of this rank.
@@ -119,14 +119,14 @@ class StepPlan:
             if decision is not None:
                 if self._fused is None:
                     with torch.no_grad():
-                        self._update(decision, find(self.params))
+                        self._update(decision, dense_grads(self.params))
                 else:
                     for optimizer in self.optimizers:
                         mark_stepped(optimizer)
                 return decision
         with torch.no_grad():
             self._check_parameters()
-            tensors = find(self.params)
+            tensors = dense_grads(self.params)
             decision = self.decide(tensors, is_unscaled=is_unscaled, overflow=overflow, loss=loss, detail=detail)
             self._update(decision, tensors)
             self.advance(decision, moves=moves)
@@ -141,7 +141,7 @@ class StepPlan:
         loss: Tensor | None = None,
         detail: bool = False,
     ) -> Decision:
-        """Measures the gradients and decides the step by torch operations. Changes neither scale nor counters.
+        """Measures the gradients and decides the step with torch operations. Changes neither scale nor counters.
 
         Args:
             tensors: the gradients.

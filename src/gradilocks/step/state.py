@@ -36,7 +36,7 @@ class StepState:
         self.steps = torch.zeros((), dtype=torch.int64)
         """Number of decisions so far, skipped steps included."""
         self.streak = torch.zeros((), dtype=torch.int32)
-        """Number of consecutive non-finite steps up to now."""
+        """Current number of consecutive non-finite steps."""
 
     @property
     def scale(self) -> Tensor:
@@ -55,7 +55,7 @@ class StepState:
         return 0.0 if self.policy is None or low == high else low
 
     def to(self, device: torch.device) -> None:
-        """Moves all tensors to `device` without a synchronization."""
+        """Moves all tensors to `device`; a copy to a GPU does not wait for it."""
         if self.steps.device != device:
             self.tensors = {name: _copy_to(tensor, device) for name, tensor in self.tensors.items()}
             self.steps, self.streak = _copy_to(self.steps, device), _copy_to(self.streak, device)
@@ -69,10 +69,10 @@ class StepState:
 
     @torch.no_grad()
     def update_scale(self, overflow: Tensor, largest: Tensor, keep_scale: Tensor | None = None) -> None:
-        """Updates the scale by the policy after a step.
+        """Updates the scale with the policy after a step.
 
         Args:
-            overflow: 0-d bool, a gradient contained NaN or Inf.
+            overflow: 0-d bool, True if a gradient contained NaN or Inf.
             largest: 0-d, largest magnitude of the scaled gradients.
             keep_scale: 0-d bool, True to leave the scale unchanged because a clip policy rejected the step.
         """

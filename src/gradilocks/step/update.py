@@ -52,7 +52,7 @@ def apply_in_place(decision: Decision, tensors: Sequence[Tensor | None], begin: 
 
 
 def _apply_per_tensor(decision: Decision, tensors: Sequence[Tensor | None], begin: int) -> None:
-    """Applies the factors of single gradients and rows and the bound on elements in place."""
+    """Applies the per-tensor and per-row factors and the bound on elements in place."""
     clipping = decision.clipping
     if clipping is None or (clipping.factors is None and clipping.row_factors is None and clipping.value is None):
         return
@@ -70,7 +70,7 @@ def _apply_per_tensor(decision: Decision, tensors: Sequence[Tensor | None], begi
             factors = factors[device_indices(tuple(begin + i for i in indices), factors.device)]
             kernels.multiply_(on_device, factors.to(device))
         if clipping.value is not None:
-            # The elements still carry the scale, and the clip factor is applied after the clamp.
+            # The elements are still scaled, and the clip factor is applied after the clamp.
             bound = clipping.value / decision.multiplier
             kernels.clamp_(on_device, torch.where(is_taken, bound, torch.inf).to(device))
 

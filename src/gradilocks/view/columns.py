@@ -41,7 +41,7 @@ class Columns:
 
     optimizer: int
     label: str
-    """The class of the optimizer, after its number if the run has several."""
+    """The class of the optimizer, after its index if the run has several."""
     info: Record
     """The optimizer record; empty if the file has none."""
     step: NDArray[np.int64]
@@ -58,11 +58,11 @@ class Columns:
     skipped: Bools
     rejected: Bools
     nonfinite: Bools
-    """The gradients contained NaN or Inf."""
+    """True where the gradients contained NaN or Inf."""
     rank: NDArray[np.int64]
     """The rank whose gradients were non-finite, if it is not rank 0; else -1."""
     detail: NDArray[np.int64]
-    """Row numbers of the steps with numbers per tensor."""
+    """Row indices of the steps with per-tensor numbers."""
     norms: Floats
     """Gradient norms: one row per detailed step, one column per tensor; NaN without a gradient."""
     zeros: Floats
@@ -82,11 +82,11 @@ class Columns:
 
     @property
     def finite_loss(self) -> NDArray[np.int64]:
-        """Row numbers of the steps with a finite loss."""
+        """Row indices of the steps with a finite loss."""
         return np.flatnonzero(np.isfinite(self.loss))
 
     @property
-    def lost_loss(self) -> Bools:
+    def has_nonfinite_loss(self) -> Bools:
         """True where the loss was NaN or Inf."""
         return self.has_loss & ~np.isfinite(self.loss)
 
@@ -97,7 +97,7 @@ class Columns:
 
 
 def columns(run: Run) -> list[Columns]:
-    """The steps of each optimizer that stepped, in the order of their numbers."""
+    """The steps of each optimizer that stepped, in the order of the optimizers' indices."""
     stepped = [optimizer for optimizer in sorted(run.steps) if run.steps[optimizer]]
     return [_columns(run, optimizer, is_one_of_several=len(stepped) > 1) for optimizer in stepped]
 
@@ -158,7 +158,7 @@ def _flags(steps: Sequence[Record], name: str) -> Bools:
 
 
 def _table(steps: Sequence[Record], name: str, width: int) -> Floats:
-    """Rows of numbers per tensor; rows that are missing or too short are filled with NaN."""
+    """Rows of per-tensor numbers; rows that are missing or too short are filled with NaN."""
     table = np.full((len(steps), width), np.nan)
     for row, step in enumerate(steps):
         values = step.get(name, ())
@@ -216,14 +216,14 @@ def summarize(run: Run, steps: Columns) -> Summary:
     losses = steps.loss[finite]
     lowest = int(finite[np.argmin(losses)]) if len(finite) else None
     has_limit = bool((~np.isnan(steps.limit) | steps.clipped).any())
-    known = np.flatnonzero(steps.has_loss)
+    with_loss = np.flatnonzero(steps.has_loss)
     return Summary(
         optimizer=steps.label,
         steps=len(steps),
         last_step=int(steps.step[-1]),
         first_loss=float(losses[0]) if len(finite) else math.nan,
         final_loss=float(losses[-1]) if len(finite) else math.nan,
-        last_loss_is_finite=not len(known) or bool(np.isfinite(steps.loss[known[-1]])),
+        last_loss_is_finite=not len(with_loss) or bool(np.isfinite(steps.loss[with_loss[-1]])),
         lowest_loss=math.nan if lowest is None else float(steps.loss[lowest]),
         lowest_step=None if lowest is None else int(steps.step[lowest]),
         typical_norm=median(steps.norm),
@@ -281,8 +281,8 @@ def median(values: Floats) -> float:
 
 
 def _end_of(values: Floats, end: int) -> float:
-    known = values[~np.isnan(values)]
-    return float(known[end]) if len(known) else math.nan
+    values = values[~np.isnan(values)]
+    return float(values[end]) if len(values) else math.nan
 
 
 def _speed(run: Run, steps: Columns) -> float:

@@ -107,10 +107,10 @@ def _stack(panels: list[Panel], *, has_legend: bool) -> go.Figure:
 def _curves(runs: Sequence[Run], names: Sequence[str]) -> list[Curve]:
     """The optimizers with the most steps in each run, about `MAX_CURVES` in total but at least one per run."""
     found: list[tuple[str, Columns]] = []
-    most = max(1, MAX_CURVES // max(1, len(runs)))
+    per_run = max(1, MAX_CURVES // max(1, len(runs)))
     for run, name in zip(runs, names, strict=True):
         all_steps = columns(run)
-        longest = sorted(all_steps, key=lambda steps: -len(steps))[:most]
+        longest = sorted(all_steps, key=lambda steps: -len(steps))[:per_run]
         for steps in sorted(longest, key=lambda steps: steps.optimizer):
             parts = [name] if len(runs) > 1 else []
             parts += [steps.label] if len(all_steps) > 1 else []
@@ -167,8 +167,8 @@ def _curve_panel(
 
 def _draw_limit(fig: go.Figure, row: int, curve: Curve) -> None:
     """The limit on the norm, as a dotted line."""
-    known = np.isfinite(curve.steps.limit)
-    x, y = thin(curve.steps.step[known], curve.steps.limit[known])
+    has_limit = np.isfinite(curve.steps.limit)
+    x, y = thin(curve.steps.step[has_limit], curve.steps.limit[has_limit])
     if len(x):
         line = {"color": curve.color, "width": 1, "dash": "dot", "shape": "hv"}
         text = [f"limit {number(value)}" for value in y]
@@ -193,14 +193,14 @@ def _event_panel(curves: Sequence[Curve]) -> Panel | None:
         ("skipped", lambda steps: steps.skipped & ~steps.rejected),
         ("NaN or Inf applied", lambda steps: steps.nonfinite & steps.applied),
     ]
-    shown = [(name, of) for name, of in kinds if any(of(curve.steps).any() for curve in curves)]
+    shown = [(name, flags_of) for name, flags_of in kinds if any(flags_of(curve.steps).any() for curve in curves)]
     if not shown:
         return None
 
     def draw(fig: go.Figure, row: int) -> None:
-        for name, of in shown:
+        for name, flags_of in shown:
             for curve in curves:
-                at = curve.steps.step[of(curve.steps)]
+                at = curve.steps.step[flags_of(curve.steps)]
                 # More than 2,000 marks would overlap.
                 at = at[:: len(at) // 2000 + 1]
                 marker = {"symbol": "line-ns-open", "size": 9, "color": curve.color}
@@ -223,14 +223,14 @@ def _event_panel(curves: Sequence[Curve]) -> Panel | None:
 def _mean_zeros(steps: Columns) -> Floats:
     """Share of zero elements at each step, averaged over the tensors; NaN at steps without detail."""
     values = np.full(len(steps), np.nan)
-    known = ~np.isnan(steps.zeros).all(axis=1)
-    values[steps.detail[known]] = np.nanmean(steps.zeros[known], axis=1)
+    has_zeros = ~np.isnan(steps.zeros).all(axis=1)
+    values[steps.detail[has_zeros]] = np.nanmean(steps.zeros[has_zeros], axis=1)
     return values
 
 
-def _metric_panels(runs: Sequence[Run], names: Sequence[str], *, most: int = 8) -> list[Panel | None]:
-    """One panel for each of the first `most` logged metrics."""
-    metrics = list(dict.fromkeys(name for run in runs for log in run.logs for name in log["values"]))[:most]
+def _metric_panels(runs: Sequence[Run], names: Sequence[str], *, limit: int = 8) -> list[Panel | None]:
+    """One panel for each of the first `limit` logged metrics."""
+    metrics = list(dict.fromkeys(name for run in runs for log in run.logs for name in log["values"]))[:limit]
     return [_metric_panel(runs, names, metric) for metric in metrics]
 
 
@@ -273,16 +273,16 @@ def _heat_panel(steps: Columns, caption: str, values: Floats) -> Panel | None:
         largest = np.argsort(-np.nanmax(values[:, rows], axis=0), kind="stable")[:MAX_ROWS]
         rows = np.sort(rows[largest])
         caption += f" ({MAX_ROWS} largest)"
-    every = -(-len(values) // 500)
+    stride = -(-len(values) // 500)
     names = [html.escape(clean(steps.names[i])) for i in rows]
     short = [html.escape(shorten(clean(name), 18)) for name in _without_common_prefix([steps.names[i] for i in rows])]
 
     def draw(fig: go.Figure, row: int) -> None:
         axis = "coloraxis" + ("" if row == 1 else str(row))
         fig.add_heatmap(
-            x=steps.step[steps.detail][::every],
+            x=steps.step[steps.detail][::stride],
             y=names,
-            z=np.round(values[::every, rows].T, 3),
+            z=np.round(values[::stride, rows].T, 3),
             coloraxis=axis,
             hovertemplate="%{y}<br>step %{x}: %{z:.3g}<extra></extra>",
             row=row,

@@ -169,19 +169,19 @@ def diverged(case: Case) -> Finding | None:
     if len(rows) < 3 or not steps.applied.any():
         return None
     losses, norms = steps.loss[rows], steps.norm[rows]
-    ends_lost = _lost_since(steps) is not None
+    ends_nonfinite = _nonfinite_loss_since(steps) is not None
     is_replaced = _weights_are_replaced(steps)
     early, tenth = max(1, len(rows) // 20), max(1, len(rows) // 10)
     late_mean = losses[len(losses) // 2 :].mean()
-    # Before NaN the loss grows at every step, so its last values count.
-    level = losses[-3:].max() if ends_lost else np.median(losses[-tenth:])
+    # Before NaN the loss grows at every step, so its last values are used.
+    level = losses[-3:].max() if ends_nonfinite else np.median(losses[-tenth:])
     usual = max(abs(first), float(np.median(np.abs(losses[:early]))))
     if is_replaced:
-        # Some losses of such a model are small, so their mean counts.
+        # Some losses of such a model are small, so their mean is used.
         usual, level = abs(first), max(level, late_mean)
     norm_grew = median(norms[-tenth:]) >= 30 * median(norms[:early]) > 0 and _largest_update(steps) >= 0.05
     is_problem = level >= (1e4 if case.is_one_of_several else 100) * usual > 0 and (
-        norm_grew or is_replaced or ends_lost
+        norm_grew or is_replaced or ends_nonfinite
     )
     # With normalization layers nothing overflows when the weights are replaced, but nothing is learned.
     stays_high = is_replaced and not case.is_one_of_several and 0 < first < min(final, float(np.median(losses[-5:])))
@@ -193,8 +193,8 @@ def diverged(case: Case) -> Finding | None:
         "problem" if is_problem else "warning",
         ("The loss diverged" if is_problem else "The loss rose and did not recover")
         + ": first {first_loss}, highest {highest_loss}, final {final_loss}"
-        + (", mean of the second half {late_mean}" if final < first and not ends_lost else "")
-        + (", then NaN or Inf" if ends_lost else ""),
+        + (", mean of the second half {late_mean}" if final < first and not ends_nonfinite else "")
+        + (", then NaN or Inf" if ends_nonfinite else ""),
         "The rise began at step {step}. "
         + cause
         + (" Continue from a checkpoint before step {step}." if row >= 10 else ""),
@@ -266,7 +266,7 @@ def corrupt_weights(case: Case) -> Finding | None:
     numbers |= {"loss_before": before[-1]} if len(before) else {}
     rank = " on rank {rank}" if steps.rank[first] >= 0 else ""
     origin, culprit = _origin(case, rows)
-    if (~steps.nonfinite & ~steps.lost_loss)[first + 1 :].any():
+    if (~steps.nonfinite & ~steps.has_nonfinite_loss)[first + 1 :].any():
         return _finding(
             "warning",
             "{applied:step} applied with NaN or Inf in the gradients" + rank + " (first: step {step})",
@@ -292,22 +292,22 @@ def corrupt_weights(case: Case) -> Finding | None:
 def nonfinite_loss(case: Case) -> Finding | None:
     """The loss was NaN or Inf, but no step was applied with NaN or Inf in the gradients."""
     steps = case.steps
-    rows = np.flatnonzero(steps.lost_loss)
+    rows = np.flatnonzero(steps.has_nonfinite_loss)
     if not len(rows) or (steps.nonfinite & steps.applied).any():
         return None
     text = "{origin}NaN or Inf did not reach the weights, but buffers such as BatchNorm's may contain them. "
     text += "Check the batches, and what the loss divides by or takes the logarithm of."
-    since = _lost_since(steps)
+    since = _nonfinite_loss_since(steps)
     if since == 0 or (since is not None and len(steps) - since >= 3):
         origin, culprit = _origin(case, rows[rows >= since])
         title = (
             "The loss is NaN or Inf in every step" if since == 0 else "The loss has been NaN or Inf since step {step}"
         )
         return _finding("problem", title, text, values={"step": case.step(since), "origin": origin}, culprit=culprit)
-    where = "step {step}" if len(rows) == 1 else "{lost_losses:step} (first: step {step})"
+    where = "step {step}" if len(rows) == 1 else "{nonfinite_losses:step} (first: step {step})"
     title = "The loss was NaN or Inf in " + where
     origin, culprit = _origin(case, rows)
-    values = {"step": case.step(rows[0]), "lost_losses": len(rows), "origin": origin}
+    values = {"step": case.step(rows[0]), "nonfinite_losses": len(rows), "origin": origin}
     return _finding("warning", title, text, values=values, culprit=culprit)
 
 
@@ -317,14 +317,14 @@ def skipped_steps(case: Case) -> Finding | None:
     With torch's default rule a dynamic scale causes about one skip in 2,000 steps.
     """
     steps = case.steps
-    rows = np.flatnonzero(steps.skipped & ~steps.rejected & ~steps.lost_loss)
+    rows = np.flatnonzero(steps.skipped & ~steps.rejected & ~steps.has_nonfinite_loss)
     if not len(rows):
         return None
     late = int((rows >= SCALE_SEARCH_STEPS).sum())
     late_share = late / max(1, len(steps) - SCALE_SEARCH_STEPS) if late >= 3 else 0.0
     longest = max(len(part) for part in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1))
     scale = steps.scale[rows[-1]]
-    # The scale is applied after the forward pass, so it makes no NaN or Inf there.
+    # The scale is applied after the forward pass, so it cannot cause NaN or Inf there.
     has_scale = bool((steps.scale[rows] > 1).any()) and _culprit(case, rows).get("phase") != "forward"
     is_stuck = longest >= 20 and rows[-1] == len(steps) - 1
     is_all = len(rows) == len(steps) >= 3
@@ -349,7 +349,7 @@ def skipped_steps(case: Case) -> Finding | None:
     return _finding(
         severity,
         "{skipped} of {steps:step} ({skipped_share}) skipped for NaN or Inf in the gradients"
-        + (" while the loss was finite" if steps.lost_loss.any() else ""),
+        + (" while the loss was finite" if steps.has_nonfinite_loss.any() else ""),
         "First: step {step}; longest streak: {longest:step}. {origin}" + advice,
         values={
             "step": case.step(rows[0]),
@@ -367,10 +367,10 @@ def skipped_steps(case: Case) -> Finding | None:
 NONFINITE_RULES = ("corrupt_weights", "nonfinite_loss", "skipped_steps")
 
 
-def _lost_since(steps: Columns) -> int | None:
+def _nonfinite_loss_since(steps: Columns) -> int | None:
     """First row of the NaN or Inf losses at the end of a run; None if the last loss is finite."""
-    known, finite = np.flatnonzero(steps.has_loss), steps.finite_loss
-    later = known[known > finite[-1]] if len(finite) else known
+    with_loss, finite = np.flatnonzero(steps.has_loss), steps.finite_loss
+    later = with_loss[with_loss > finite[-1]] if len(finite) else with_loss
     return int(later[0]) if len(later) else None
 
 
@@ -412,8 +412,8 @@ def no_gradient(case: Case) -> Finding | None:
         return _finding(
             "warning" if case.is_one_of_several else "problem",
             "No parameter had a gradient in {steps:step}",
-            "backward() was not called or did not reach these parameters. They may be detached, frozen, or of another "
-            "model.",
+            "backward() was not called or did not reach these parameters. They may be detached or frozen, or belong "
+            "to another model.",
             values={"step": case.step(0), "steps": len(steps)},
         )
     zero = steps.applied & (steps.norm == 0)
@@ -451,7 +451,7 @@ def unchanged_weights(case: Case) -> Finding | None:
                 "Check the optimizer and the schedule."
                 if is_zero
                 else "It is rounded away (a small learning rate on bfloat16 or float16 weights: keep float32 copies, "
-                "as gradilocks.optim does), or something restores the old weights."
+                "as gradilocks.optim with master_weights=True does), or something restores the old weights."
             ),
             values={"measured": int(measured.sum()), "step": case.step(0), "lr": 0.0},
         )
@@ -463,7 +463,7 @@ def unchanged_weights(case: Case) -> Finding | None:
     return _finding(
         "warning",
         "The learning rate was {lr} in {resting:step}, which changed no weight",
-        "First: step {step}; last: step {last_step}. Check whether the schedule ends before the training.",
+        "First: step {step}; last: step {last_step}. Check whether the schedule ends before training does.",
         values={
             "lr": 0.0,
             "resting": len(resting),
@@ -474,7 +474,7 @@ def unchanged_weights(case: Case) -> Finding | None:
 
 
 def clipped_before_unscale(case: Case) -> Finding | None:
-    """Gradients were clipped while they carried the loss scale, though their norm was below the limit.
+    """Gradients were clipped before they were unscaled, though their norm was below the limit.
 
     The recorded limit is in units of unscaled gradients: `max_norm / scale`. A script that multiplies `max_norm` by the
     scale is correct, and its limit is not a thousandth of the norm.
@@ -508,8 +508,8 @@ def clipped_before_unscale(case: Case) -> Finding | None:
 def missing_zero_grad(case: Case) -> Finding | None:
     """Gradients are never cleared, so that they add up.
 
-    The norm of such a sum grows smoothly, by at most one gradient per step, and hardly ever falls. Norms of single
-    batches differ by a tenth and more.
+    The norm of such a sum grows smoothly, by at most one gradient per step, and hardly ever falls. Norms of
+    individual batches differ by a tenth or more.
     """
     steps = case.steps
     norm = steps.norm[steps.applied]
@@ -590,7 +590,7 @@ def not_learning(case: Case) -> Finding | None:
         "warning" if reason else "note",
         "The loss did not change beyond its noise in {losses:step}",
         "Its mean was {first_tenth} in the first tenth of the steps and {last_tenth} in the last; its noise is "
-        "{noise}. " + (reason or "Check that inputs match their targets. Or the weights were trained already."),
+        "{noise}. " + (reason or "Check that inputs match their targets, unless the weights were already trained."),
         values={
             "losses": len(losses),
             "first_tenth": tenths[0],
@@ -674,10 +674,10 @@ def spikes(case: Case) -> Finding | None:
     )
 
 
-def _spikes(norm: Floats, *, window: int = 100, apart: int = 20) -> dict[int, float]:
-    """Rows of spikes, at most one in `apart` steps, with their ratios to the median of the preceding window."""
+def _spikes(norm: Floats, *, window: int = 100, min_distance: int = 20) -> dict[int, float]:
+    """Rows of spikes, at most one in `min_distance` steps, with their ratios to the median of the preceding window."""
     found: dict[int, float] = {}
-    last = -apart
+    last = -min_distance
     smallest = norm[np.isfinite(norm) & (norm > 0)].min(initial=np.inf)
     for row in map(int, np.flatnonzero(np.isfinite(norm) & (norm > 10 * smallest))):
         recent = norm[max(0, row - window) : row]
@@ -685,13 +685,13 @@ def _spikes(norm: Floats, *, window: int = 100, apart: int = 20) -> dict[int, fl
         if len(recent) < 30:
             continue
         usual = float(np.median(recent))
-        # With one sample per batch norms vary a hundredfold without spikes.
+        # With one sample per batch, norms vary a hundredfold without spikes.
         spread = float(np.median(np.abs(np.log(recent / usual))))
         if norm[row] <= usual * max(10.0, math.exp(min(6 * spread, 700.0))):
             continue
-        if row - last < apart and norm[row] > norm[last]:
+        if row - last < min_distance and norm[row] > norm[last]:
             del found[last]
-        if row - last >= apart or norm[row] > norm[last]:
+        if row - last >= min_distance or norm[row] > norm[last]:
             found[row], last = float(norm[row]) / usual, row
     return found
 
@@ -740,7 +740,7 @@ def constant_clipping(case: Case) -> Finding | None:
             if is_adaptive
             else "The limit determines the length of nearly every step: it acts as a second learning rate."
         )
-        + (" So low a limit is usual where the clip comes before `scaler.unscale_(optimizer)`." if is_tiny else ""),
+        + (" So low a limit is typical of a clip before `scaler.unscale_(optimizer)`." if is_tiny else ""),
         values={
             "clipped_share": case.summary.clipped_share,
             "typical_norm": case.summary.typical_norm,

@@ -49,7 +49,7 @@ class Report:
 
     @cached_property
     def optimizers(self) -> list[Columns]:
-        """The optimizers with the most steps, in the order of their numbers."""
+        """The optimizers with the most steps, in the order of their indices."""
         longest = sorted(columns(self.run), key=lambda steps: -len(steps))[:MAX_OPTIMIZERS]
         return sorted(longest, key=lambda steps: steps.optimizer)
 
@@ -76,7 +76,7 @@ class Report:
             shown |= {prefix + name: steps.info.get(name) for name in ("parameters", "tensors", "scale", "clip")}
             shown |= _flat(steps.info.get("settings"), prefix)
         shown |= _flat(header.get("config"), "config ")
-        # Ten digits: a schedule makes 3.0000000000000004e-07 of 3e-07.
+        # Ten digits: a schedule may turn 3e-07 into 3.0000000000000004e-07.
         text = {name: f"{value:.10g}" if isinstance(value, float) else clean(value) for name, value in shown.items()}
         return {clean(name): value for name, value in text.items() if shown[name] is not None}
 
@@ -143,13 +143,13 @@ def comparison(reports: Sequence[Report]) -> dict[str, list[str]]:
     return rows
 
 
-def _first_difference(one: Columns | None, other: Columns | None) -> str:
+def _first_difference(base: Columns | None, run: Columns | None) -> str:
     """The first step in which two runs have different losses, bit for bit."""
-    if one is other or one is None or other is None:
+    if base is run or base is None or run is None:
         return "–"
-    _, rows, other_rows = np.intersect1d(one.step, other.step, return_indices=True)
-    both = one.has_loss[rows] & other.has_loss[other_rows]
-    steps, first, second = one.step[rows[both]], one.loss[rows[both]], other.loss[other_rows[both]]
+    _, base_rows, rows = np.intersect1d(base.step, run.step, return_indices=True)
+    both = base.has_loss[base_rows] & run.has_loss[rows]
+    steps, first, second = run.step[rows[both]], base.loss[base_rows[both]], run.loss[rows[both]]
     if not len(steps):
         return "no common step"
     same = (first == second) | (np.isnan(first) & np.isnan(second))

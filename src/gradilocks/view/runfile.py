@@ -41,7 +41,7 @@ class Run:
     header: Record = field(default_factory=dict)
     """The last header; empty before the first."""
     optimizers: dict[int, Record] = field(default_factory=dict)
-    """The optimizer records by number."""
+    """The optimizer records by index."""
     steps: dict[int, dict[int, Record]] = field(default_factory=dict)
     """The step records by optimizer and step."""
     logs: list[Record] = field(default_factory=list)

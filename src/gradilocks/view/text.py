@@ -67,14 +67,14 @@ def percent(share: float) -> str:
     return f"{float(f'{share * 100:.2g}') if share < 0.1 else round(share * 100, 1):g}%"
 
 
-def count(how_many: int, noun: str) -> str:
+def count(quantity: int, noun: str) -> str:
     """A number and a noun, singular or plural.
 
     Example:
         >>> count(1, "step"), count(12000, "step")
         ('1 step', '12,000 steps')
     """
-    return f"{how_many:,} {noun}{'' if how_many == 1 else 's'}"
+    return f"{quantity:,} {noun}{'' if quantity == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
@@ -107,14 +107,14 @@ def shorten(name: str, length: int) -> str:
     return f"{name[:front]}…{name[len(name) - (length - 1 - front) :]}"
 
 
-def some_of(names: Sequence[str], most: int = 3) -> str:
+def some_of(names: Sequence[str], limit: int = 3) -> str:
     """The first few names, and how many more there are.
 
     Example:
         >>> some_of(["a", "b", "c", "d", "e"]), some_of(["a", "b"])
         ('a, b, c and 2 more', 'a and b')
     """
-    shown = [clean(name) for name in names[:most]]
-    if len(names) > most:
-        return f"{', '.join(shown)} and {len(names) - most:,} more"
+    shown = [clean(name) for name in names[:limit]]
+    if len(names) > limit:
+        return f"{', '.join(shown)} and {len(names) - limit:,} more"
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

@@ -124,14 +124,14 @@ def _table(run: Run, steps: Columns) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row(Text("step", "dim"), f"{steps.step[-1]:,}", "")
     # The norm is NaN if it was not recorded, or if the gradients contain NaN. Only the latter is shown.
-    for name, known, text_of in (
+    for name, values, text_of in (
         ("loss", steps.loss[steps.has_loss], number),
         ("norm", steps.norm[~np.isnan(steps.norm) | steps.nonfinite], number),
         ("scale", steps.scale[~np.isnan(steps.scale)], scale_text),
         ("learning rate", steps.lr[~np.isnan(steps.lr)], number),
     ):
-        if len(known):
-            table.add_row(Text(name, "dim"), text_of(known[-1]), sparkline(known))
+        if len(values):
+            table.add_row(Text(name, "dim"), text_of(values[-1]), sparkline(values))
     shown = facts(run, summarize(run, steps))
     for name in ("lowest loss", "typical norm", "skipped", "clipped", "steps/s", "duration"):
         if name in shown:
