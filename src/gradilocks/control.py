@@ -25,7 +25,7 @@ from gradilocks.scale import check_scale, resolve_scale
 from gradilocks.schedule import Scheduler
 from gradilocks.step.closure import step_with_closure
 from gradilocks.step.decide import ROW, Decision
-from gradilocks.step.gradients import by_device, check_float16, check_optimizers, find, first_device, parameters
+from gradilocks.step.gradients import by_device, check_float16, check_optimizers, dense_grads, first_device, parameters
 from gradilocks.step.phase import OptimizerPhase, Phase, StepGuard
 from gradilocks.step.plan import StepPlan
 from gradilocks.step.state import StepState
@@ -291,7 +291,7 @@ class GradientControl:
         is_unscaled, overflow = self._check_before_step(indices)
         plan = self._plan(indices)
         self._compare_ranks(plan)
-        decision = plan.decide(find(plan.params), is_unscaled=is_unscaled, overflow=overflow)
+        decision = plan.decide(dense_grads(plan.params), is_unscaled=is_unscaled, overflow=overflow)
         return decision.row()[ROW.index("norm")].to(torch.float32)
 
     def scheduler(self, scheduler: Any) -> Scheduler:

@@ -155,8 +155,8 @@ class OptimizerPhase:
         """True if the gradients of a finished step have been neither cleared nor replaced."""
         return self.phase is Phase.USED and any(mark.is_unchanged() and mark.is_nonzero() for mark in self._marks)
 
-    def _mark(self, *, every: bool = False) -> list[_Mark]:
-        """Marks the first and the last gradient, since gradients are cleared together, or every gradient."""
+    def _mark(self, *, all_gradients: bool = False) -> list[_Mark]:
+        """Marks all gradients, or only the first and the last, since gradients are cleared together."""
         groups = self._optimizer.param_groups
         params = [p for group in groups for p in group["params"] if p.grad is not None] if all_gradients else []
         if not all_gradients:
