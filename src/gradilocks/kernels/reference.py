@@ -3,10 +3,11 @@
 CPU tensors are read by the host whenever that is faster; on other devices the host reads nothing.
 
 A finite norm proves that no element is NaN or Inf, so on a CPU a healthy tensor is read once. torch's own CPU norm adds
-float32 squares in float32: 4e-4 off for 10 M normal values, 2e-2 if one of them is large. Small tensors are therefore
-summed in float64. For large ones that is slow (10 M float32 on two cores take 11 ms, in rows 1.1 ms), so squares are
-summed in float32 within rows of 128 elements, and the rows in float64: within 6e-7 for any data (rows of 1,024: 4e-6).
-Below 65,536 elements rows are not faster.
+float32 squares in float32: 4e-4 off for 10 M normal values, 2e-2 if one of them is large. In float64 10 M values take
+11 ms on two cores, so squares are summed in float32 within rows of 128 elements, and the rows in float64: 1.1 ms,
+within 6e-7 for any data (rows of 1,024: 4e-6). Tensors up to 32,768 elements are not divided into rows. Their own norms
+are float64; the norm of all tensors together, which a step needs, takes theirs in float32, 234 us for 148 tensors
+instead of 488: within 4e-7 for normally distributed values, within 3e-5 for any data.
 """
 
 from __future__ import annotations
@@ -42,9 +43,7 @@ LOW_ADDRESS = 1 << 40
 _HALF = (torch.float16, torch.bfloat16)
 _dtype_of = attrgetter("dtype")
 _ROW = 128
-# Smaller tensors are measured in float64, together: one foreach call or one concatenation.
-_MAX_SMALL = 1 << 16
-_MAX_BATCH = 1 << 18  # Elements: no buffer is larger than 1.3 MB, however many small tensors there are.
+_MAX_SMALL = 1 << 15  # Elements of a tensor that is not divided into rows.
 _NO_ENDS = torch.zeros(2, dtype=torch.float64, device="cpu")
 # Below these mean squares, squares are subnormal or zero and their sum is inexact.
 _TINY_MEAN_SQUARE = {torch.float32: 1.2e-31, torch.float64: 1e-290}
@@ -214,22 +213,12 @@ def _norms_on_cpu(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def _norm_on_cpu(tensors: Sequence[Tensor]) -> float:
-    """2-norm of all elements of CPU tensors; inexact if squares overflow or vanish in float32.
-
-    Smaller tensors are concatenated: 98 tensors of 80 elements take 0.03 ms, with one norm per tensor 0.12 ms.
-    """
-    norms, batch, count = [], [], 0
-    for tensor, size in zip(tensors, map(Tensor.numel, tensors), strict=True):
-        if size > _MAX_SMALL:
-            norms.append(_norm_of_rows(tensor))
-            continue
-        batch.append(tensor if tensor.dim() == 1 else tensor.reshape(-1))
-        count += size
-        if count > _MAX_BATCH:
-            norms.append(_norm_of_rows(torch.cat(batch)))
-            batch, count = [], 0
-    if count:
-        norms.append(_norm_of_rows(torch.cat(batch) if len(batch) > 1 else batch[0]))
+    """2-norm of all elements of CPU tensors; inexact if squares overflow or vanish in float32."""
+    if set(map(_dtype_of, tensors)) != {torch.float32}:
+        return math.hypot(*_norms_on_cpu(tensors))
+    small = [tensor for tensor in tensors if tensor.numel() <= _MAX_SMALL]
+    norms = torch.stack(foreach_norm(small, 2.0, torch.float32)).tolist() if small else []
+    norms += [_norm_of_rows(tensor) for tensor in tensors if tensor.numel() > _MAX_SMALL]
     return math.hypot(*norms)
 
 

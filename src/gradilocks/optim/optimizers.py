@@ -148,7 +148,7 @@ def _masters_as_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Replaces parameters that have a gradient and a master copy by that copy, and rounds it afterwards."""
     replaced = []
     for group in optimizer.param_groups:
-        for i, param in enumerate(group["params"]):
+        for i, param in enumerate(group["params"] if group["master_weights"] else ()):
             if param.grad is not None and has_master(param, group):
                 entry = optimizer.state.pop(param, {})
                 master = match_layout(entry.pop("master", None), param, torch.float32, initial=param)
