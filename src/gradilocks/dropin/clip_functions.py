@@ -66,7 +66,7 @@ def clip_grad_norm_(
         groups = by_device(grads)
         total, mesh = _total_norm(params, grads, groups, order)
         norm = _returned_norm(total, mesh, groups, order, error_if_nonfinite)
-        _multiply(groups, total, bound)
+        _multiply(groups, norm if mesh is None and isinstance(total, Tensor) else total, bound)
         return norm
 
 
@@ -240,8 +240,8 @@ def _multiply(groups: Groups, total: Tensor | float, max_norm: float) -> None:
     if isinstance(total, Tensor):
         # Where the norm is not finite, max_norm takes its place and the coefficient is 1. For a max_norm of 0 that is
         # 0 / 0, which the second `nan_to_num` replaces.
-        divisor = torch.nan_to_num(total + _EPSILON, nan=max_norm, posinf=max_norm)
-        coefficient = (max_norm / divisor).clamp_(max=1.0)
+        divisor = torch.nan_to_num_(total + _EPSILON, nan=max_norm, posinf=max_norm)
+        coefficient = divisor.reciprocal_().mul_(max_norm).clamp_(max=1.0)
         coefficient = coefficient if max_norm else torch.nan_to_num_(coefficient, nan=1.0)
         for device, tensors in groups:
             kernels.multiply_(tensors, coefficient.to(device))

@@ -7,6 +7,7 @@ remain torch's code.
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from gradilocks.checks import check_number
 from gradilocks.names import Names
 from gradilocks.ranks.layout import collective_device, meshes_of
 from gradilocks.step.gradients import by_device, check_float16, dense_grads, parameters
-from gradilocks.torch_private import supports_amp_scaling
+from gradilocks.torch_private import OptState, supports_amp_scaling
 
 __all__ = ["GradScaler", "ScalerOutcome"]
 
@@ -143,8 +144,12 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         user_scale = getattr(optimizer, "grad_scale", None)
         without_buffer = _params_without_momentum(optimizer) if isinstance(optimizer, torch.optim.SGD) else ()
+        is_fused = supports_amp_scaling(optimizer) and not _may_take_grad_scaler(optimizer.step)
         try:
-            result = super().step(optimizer, *args, **kwargs)
+            if is_fused and self._scale is not None and user_scale is None and not args and not kwargs:
+                result = self._step_fused(optimizer, self._scale)
+            else:
+                result = super().step(optimizer, *args, **kwargs)
         except BaseException:
             vars(optimizer).pop("found_inf", None)
             vars(optimizer).pop("grad_scale", None)
@@ -159,6 +164,25 @@ class GradScaler(torch.amp.GradScaler):
             # torch allocates the buffers uninitialized, and the skipped step has not filled them.
             for param in without_buffer:
                 optimizer.state.pop(param, None)
+        return result
+
+    def _step_fused(self, optimizer: Any, scale: Tensor) -> float | None:
+        """torch's `step` for an optimizer that skips by itself, except that its signature is not inspected.
+
+        Inspecting takes 17 us; with 2 tensors on a CPU the whole step takes 43 us instead of 60.
+        """
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY:
+            self._check_inf_per_device(optimizer)
+        flags = list(state["found_inf_per_device"].values())
+        if state["stage"] is OptState.STEPPED or not flags:
+            return super().step(optimizer)  # Raises, or there are no gradients.
+        # Copies, as in torch: a step may write to them or keep them.
+        optimizer.grad_scale = scale.clone() if state["stage"] is OptState.READY else None
+        optimizer.found_inf = flags[0].to(scale.device, non_blocking=True, copy=True)
+        result: float | None = optimizer.step()
+        state["stage"] = OptState.STEPPED
+        del optimizer.grad_scale, optimizer.found_inf
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -266,6 +290,12 @@ class ScalerOutcome:
 
     def __repr__(self) -> str:
         return f"ScalerOutcome(skipped={self.skipped}, scale={self.scale:g}, culprits={self.culprits})"
+
+
+def _may_take_grad_scaler(step: Callable[..., Any]) -> bool:
+    """True if `step` may have an argument `grad_scaler`, which torch's scaler passes to optimizers of apex."""
+    code = getattr(inspect.unwrap(step), "__code__", None)
+    return code is None or "grad_scaler" in code.co_varnames
 
 
 def _is_finite(grad: Tensor | None) -> bool:

@@ -111,8 +111,8 @@ def multiply_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
 
     Args:
         tensors: at least one.
-        factor: float64 on the same device; 0-d, or 1-d with one entry per tensor. A float for CPU tensors. 1 changes
-            no bit, and on a CPU writes nothing.
+        factor: float64 or float32 on the same device; 0-d, or 1-d with one entry per tensor. A float for CPU tensors.
+            1 changes no bit, and on a CPU writes nothing.
     """
     backend_for(tensors[0].device.type).multiply_(tensors, factor)
 

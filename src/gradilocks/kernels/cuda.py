@@ -25,7 +25,7 @@ from gradilocks.kernels.pointer_table import (
     upload,
 )
 from gradilocks.kernels.triton_kernels import ORDERS, TYPES, launch_elementwise, launch_measure, launch_reduce
-from gradilocks.torch_private import foreach_norm
+from gradilocks.torch_private import foreach_mul_, foreach_norm
 
 __all__ = ["DESCRIPTION", "TYPES", "clamp_", "measure", "multiply_", "norm", "unscale_"]
 
@@ -77,7 +77,8 @@ def multiply_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """See `gradilocks.kernels.multiply_`."""
     is_float32 = not factor.dim() and set(map(_dtype_of, tensors)) == {torch.float32}
     if is_float32 and sum(map(Tensor.numel, tensors)) <= _MAX_FOREACH_ELEMENTS:
-        reference.multiply_(tensors, factor)
+        with torch.no_grad():
+            foreach_mul_(list(tensors), factor.to(torch.float32))
         return
     _change(
         "multiply",
