@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradilocks.torch_private import is_fsdp1_shard, localized_spec
+from gradilocks.torch_private import is_fsdp1_shard, local_tensor, localized_spec
 
 __all__ = [
     "Layout",
@@ -382,8 +382,7 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's elements of a DTensor, in the same memory; any other tensor itself."""
     if type(tensor) is Tensor or not is_dtensor(tensor):
         return tensor
-    with torch.no_grad():
-        elements: Any = tensor.to_local()  # type: ignore[attr-defined]
+    elements: Any = local_tensor(tensor)
     # The local tensor may be the result of a collective that is still running.
     return elements.wait() if hasattr(elements, "wait") else elements  # type: ignore[no-any-return]
 
@@ -398,11 +397,10 @@ def reduce_partial(grad: Tensor, param: Tensor | None) -> Tensor:
     from torch.distributed.tensor import Replicate
 
     distributed: Any = grad
-    if param is not None and is_dtensor(param):
-        placements = list(param.placements)  # type: ignore[attr-defined]
-    else:
-        placements = [Replicate() if item.is_partial() else item for item in distributed.placements]
-    if list(distributed.placements) == placements:
+    placements = getattr(param, "placements", None)
+    if placements is None:
+        placements = tuple(Replicate() if item.is_partial() else item for item in distributed.placements)
+    if distributed.placements == placements:
         return grad
     result: Tensor = distributed.redistribute(placements=placements)
     return result
