@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from dropin.loops import SCALERS, two_weights
 from gradilocks import kernels
 from gradilocks.dropin import grad_scaler
 
@@ -25,6 +26,31 @@ def _one_thread() -> Iterator[None]:
 def _kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unscales CPU gradients with our kernels, as on a GPU."""
     monkeypatch.setattr(grad_scaler, "_TORCH_DTYPES", {"cpu": set(), "cuda": set()})
+
+
+@pytest.fixture(params=sorted(SCALERS))
+def scaler_class(request):
+    """torch's class and ours: a test with this fixture states a fact of torch's class."""
+    return SCALERS[request.param]
+
+
+@pytest.fixture
+def param():
+    return two_weights()
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def unscaled_by(request):
+    """Gradients on a CPU are unscaled by torch's pass, then by our kernels."""
+    if request.param == "kernels":
+        request.getfixturevalue("_kernels_on_cpu")
+
+
+@pytest.fixture(params=["extension", "plain torch"])
+def cpu_backend(request, monkeypatch):
+    """The C extension, then torch's own operations."""
+    if request.param == "plain torch":
+        monkeypatch.setitem(kernels.BACKENDS, "cpu", None)
 
 
 @pytest.fixture

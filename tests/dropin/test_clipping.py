@@ -12,6 +12,8 @@ import torch
 import gradilocks
 from gradilocks import GradScaler
 
+pytestmark = pytest.mark.usefixtures("cpu_backend")
+
 THEIRS, OURS = torch.nn.utils, gradilocks
 UNCHANGED = [3.0, 4.0, 0.0, 0.0, 12.0]
 CLIPPED = [3 / 13, 4 / 13, 0.0, 0.0, 12 / 13]
@@ -21,12 +23,6 @@ CLIPPED = [3 / 13, 4 / 13, 0.0, 0.0, 12 / 13]
 def clip(request):
     """A test with this fixture states a fact of torch's functions."""
     return {"torch": THEIRS, "gradilocks": OURS}[request.param]
-
-
-@pytest.fixture(autouse=True, params=["extension", "plain torch"])
-def _backend(request, monkeypatch):
-    if request.param == "plain torch":
-        monkeypatch.setitem(gradilocks.kernels.BACKENDS, "cpu", None)
 
 
 def with_grads(*grads):
@@ -246,7 +242,7 @@ def test_large_finite_gradients_are_not_zeroed(size, dtype, value):
     norm = OURS.clip_grad_norm_(ours, 1.0, error_if_nonfinite=True)
     assert norm.dtype is torch.float32
     assert norm.item() == pytest.approx(value * math.sqrt(size), rel=1e-6)
-    assert values(ours) == pytest.approx([1.0 / math.sqrt(size)] * size, rel=1e-3)
+    torch.testing.assert_close(ours[0].grad.float(), torch.full((size,), 1.0 / math.sqrt(size)), rtol=1e-3, atol=0.0)
 
 
 def test_a_norm_that_only_float64_can_hold_still_clips():
@@ -274,20 +270,6 @@ def test_tiny_and_huge_gradients_keep_their_norm(scale, p, dtype):
     expected = torch.linalg.vector_norm(grad.double() / scale, p).item() * scale
     assert OURS.get_total_norm([grad], p).item() == pytest.approx(expected, rel=1e-6)
     assert OURS.get_total_norm([grad, grad.clone()], p).item() == pytest.approx(expected * 2 ** (1 / p), rel=1e-6)
-
-
-@pytest.mark.parametrize("where", [0, 1])
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
-def test_one_nonfinite_element_leaves_every_gradient_unchanged(where, value, p):
-    theirs, ours = example(), example()
-    for params in (theirs, ours):
-        params[where].grad[0] = value
-    before = values(ours)
-    THEIRS.clip_grad_norm_(theirs, 1.0, p)
-    assert not any(math.isfinite(x) and x for x in values(theirs))
-    OURS.clip_grad_norm_(ours, 1.0, p)
-    assert values(ours) == pytest.approx(before, nan_ok=True, rel=0)
 
 
 @pytest.mark.parametrize("norm", [math.inf, math.nan, torch.tensor(math.nan), torch.tensor(math.inf)])

@@ -19,11 +19,6 @@ from gradilocks.dropin import grad_scaler
 TINY = 2.0**-126
 
 
-@pytest.fixture
-def param():
-    return two_weights()
-
-
 # --- B1: the flags of all devices are added up, and fused kernels skip only if the sum is 1 ---------------------------
 
 
@@ -91,6 +86,9 @@ def test_the_scale_stops_at_the_smallest_one_whose_reciprocal_is_finite(param, f
 
 def test_the_bounds_hold_for_every_way_to_move_the_scale(param):
     scaler, optimizer = GradScaler("cpu", 16.0, growth_interval=1, min_scale=1.0, max_scale=32.0), sgd(param, lr=0.0)
+    for _ in range(3):
+        iterate(scaler, optimizer, param)
+    assert scaler.get_scale() == 32.0
     for _ in range(10):
         overflow(scaler, optimizer, param)
     assert scaler.get_scale() == 1.0
