@@ -5,13 +5,13 @@ Where torch's behaviour is deterministic, a test shows it: if a later torch repa
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 import pytest
 import torch
 from torch.amp.grad_scaler import OptState
 
+from control.given_gradients import nan_in_new_memory
 from dropin.loops import backward, iterate, overflow, sgd, two_weights
 from gradilocks import GradScaler, kernels
 from gradilocks.dropin import grad_scaler
@@ -237,19 +237,6 @@ def test_the_gradient_of_a_float16_loss_is_that_of_a_float32_one():
 
 
 # --- B14: fused SGD whose first step is skipped -----------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def nan_in_new_memory():
-    """Fills uninitialised memory with NaN, so that reading it shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 SETTINGS = {
