@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from control.given_gradients import use_path
 from dropin.loops import SCALERS, two_weights
 from gradilocks import kernels
 from gradilocks.dropin import grad_scaler
@@ -54,16 +54,6 @@ def cpu_backend(request, monkeypatch):
 
 
 @pytest.fixture
-def use_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Selects an entry of `dropin.devices.DEVICES`; returns the device of the tensors."""
-
-    def select(name: str) -> str:
-        monkeypatch.setattr(grad_scaler, "_TORCH_DTYPES", {"cpu": set(), "cuda": set()})
-        if name == "interpreted":
-            pytest.importorskip("triton", reason="Triton is not installed")
-            monkeypatch.setitem(kernels.BACKENDS, "cpu", importlib.import_module("gradilocks.kernels.cuda"))
-        elif name == "plain torch":
-            monkeypatch.setitem(kernels.BACKENDS, "cpu", None)
-        return "cuda" if name == "cuda" else "cpu"
-
-    return select
+def use_kernels(monkeypatch: pytest.MonkeyPatch, _kernels_on_cpu: None) -> Callable[[str], str]:
+    """Selects an entry of `PATHS`; returns the device of the tensors."""
+    return lambda name: use_path(name, monkeypatch)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gradilocks
-from dropin.devices import DEVICES
+from control.given_gradients import PATHS
 from gradilocks import GradScaler, clip_grad_norm_, clip_grad_value_, kernels
 
 HALF = torch.float16
@@ -20,7 +20,7 @@ MIXES = {
 }
 
 
-@pytest.fixture(params=DEVICES[2:])
+@pytest.fixture(params=PATHS[2:])
 def device(request, use_kernels):
     return use_kernels(request.param)
 

@@ -16,21 +16,9 @@ from torch.amp.grad_scaler import OptState
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import gradilocks
+from control.given_gradients import batches, loss_of, small_model
 from dropin.loops import SCALERS, backward, iterate, sgd, two_weights
 from gradilocks import GradScaler
-
-
-def small_model():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-
-
-def batches(count):
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(count):
-        inputs = torch.randn(16, 4, generator=generator)
-        yield inputs, inputs.sum(dim=1, keepdim=True)
-
 
 # --- schedulers and averaging -----------------------------------------------------------------------------------------
 
@@ -42,9 +30,9 @@ def train(scaler_class, make_scheduler, *, fused, overflow_at, **settings):
     scheduler, scaler, rates = make_scheduler(optimizer), scaler_class("cpu", init_scale=1024.0), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for number, (inputs, targets) in enumerate(batches(6)):
+        for number, batch in enumerate(batches(6)):
             optimizer.zero_grad()
-            scaler.scale(torch.nn.functional.mse_loss(model(inputs), targets)).backward()
+            scaler.scale(loss_of(model, *batch)).backward()
             if number in overflow_at:
                 model[0].weight.grad[0, 0] = math.inf
             scaler.unscale_(optimizer)

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from dropin.devices import DEVICES
+from control.given_gradients import PATHS
 from gradilocks import GradScaler, clip_grad_norm_
 
 SIZES = (5, 300, 1, 70)
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture(params=PATHS)
 def device(request, use_kernels):
     return use_kernels(request.param)
 
