@@ -140,18 +140,6 @@ def test_a_late_first_gradient_of_sgd_with_momentum_is_stepped():
     torch.testing.assert_close(params[1].detach(), torch.full((3,), 1.1))
 
 
-def test_a_schedule_remembers_a_step_that_was_taken_long_before():
-    model, control = make(scale=None)
-    scheduler = control.scheduler(torch.optim.lr_scheduler.StepLR(control.optimizers[0], 1, 0.5))
-    for step in range(70):
-        loss = model(torch.ones(2, 4)).sum()
-        control.backward(loss if step == 0 else loss * float("inf"))
-        control.step()
-        control.zero_grad()
-    scheduler.step()
-    assert control.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05)
-
-
 def test_master_weights_of_single_groups_survive_a_checkpoint():
     params = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2)]
     groups = [{"params": params[:1]}, {"params": params[1:], "master_weights": False}]
