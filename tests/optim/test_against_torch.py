@@ -198,3 +198,12 @@ def test_a_deep_copy_continues_on_its_own(device):
     assert not twins.have_same_bits(twins.snapshot(copied)[0], twins.snapshot(optimizer)[0])
     twins.run(optimizer, 1, first=2)
     assert twins.have_same_bits(twins.snapshot(copied), twins.snapshot(optimizer))
+
+
+def test_freed_gradients_are_refused(device):
+    params = twins.parameters([(5, 7)], device=device)
+    optimizer = optim.AdamW(params)
+    twins.run(optimizer, 1)
+    params[0].grad.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"tensor of shape \(5, 7\) has no memory"):
+        optimizer.step()
