@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "gradilocks.cli", "gradilocks.run.hooks", "gradilocks.control", "gradilocks.view.report"]
-)
+from run.scripts import call_in_child
 
 TRAINING = """
 import sys
@@ -47,21 +40,11 @@ class Finished:
 
 def run_command(*words: object, cwd: Path, **environment: str) -> Finished:
     """`gradilocks words` in a process of its own, in a folder."""
-    process = _context.Process(target=_child, args=(list(map(str, words)), str(cwd), environment))
-    # The child would import the main module, which is pytest's.
-    with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
-        process.start()
-    process.join(120)
-    assert process.exitcode is not None, "the command did not end"
-    return Finished(process.exitcode, (cwd / "out").read_text("utf-8"), (cwd / "err").read_text("utf-8"))
+    status = call_in_child(_command, (list(map(str, words)),), cwd, **environment)
+    return Finished(status, (cwd / "out").read_text("utf-8"), (cwd / "err").read_text("utf-8"))
 
 
-def _child(words: list[str], cwd: str, environment: dict[str, str]) -> None:
-    os.chdir(cwd)
-    os.environ.update(environment)
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.stdout, sys.stderr = (open(number, "w", closefd=False, encoding="utf-8") for number in (1, 2))  # noqa: SIM115
+def _command(words: list[str]) -> None:
     from gradilocks.cli import main
 
     sys.exit(main(words))

@@ -6,6 +6,7 @@ by, so that "an overflow in step 7" is one line of a test.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Iterable
@@ -183,3 +184,19 @@ OWN_OPTIMIZERS = {
     "own Adam amsgrad": lambda ps: gradilocks.optim.Adam(ps, lr=0.01, amsgrad=True),
 }
 """gradilocks.optim; the last one runs torch's step."""
+
+MAKERS = {name: (OPTIMIZERS | OWN_OPTIMIZERS)[name] for name in ("SGD momentum", "AdamW fused", "own AdamW")}
+"""One for each way to step: gradients multiplied in place, a fused step of torch, a pass of our kernels."""
+
+
+@contextlib.contextmanager
+def nan_in_new_memory():
+    """Fills uninitialized memory with NaN, so that reading it shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]

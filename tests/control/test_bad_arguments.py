@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
 
 from control.given_gradients import assert_same, contents, parameter, take_step
-from gradilocks import ClipByNorm, ClipPerGroup, DynamicScale, GradientControl
+from gradilocks import ClipPerGroup, GradientControl
 
 
 def sgd(*params):
@@ -31,7 +29,7 @@ class NoParameters:
         ("adam", "str"),
         (torch.optim.SGD, "type"),
         (nn.Linear(1, 1), "Linear"),
-        ([sgd(parameter(1.0))], "list"),
+        ([sgd(parameter(1.0))], "GradientControl(*optimizers)"),
         (nn.Linear(1, 1).parameters(), "generator"),
     ],
 )
@@ -56,36 +54,6 @@ def test_a_control_without_parameters_raises(groups):
 def test_a_model_that_is_no_module_raises(given):
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
         GradientControl(sgd(parameter(1.0)), model=given)
-
-
-@pytest.mark.parametrize("given", ["Dynamic", True, [1.0], DynamicScale, torch.tensor(2.0), {}])
-def test_a_scale_of_a_wrong_type_raises(given):
-    with pytest.raises(TypeError, match=r"scale must be None, 'dynamic', a number or a scale policy"):
-        GradientControl(sgd(parameter(1.0)), scale=given)
-
-
-@pytest.mark.parametrize("given", [0, -1.0, math.inf, math.nan, 1e-45, 1e39])
-def test_a_scale_that_cannot_be_divided_by_raises(given):
-    with pytest.raises(ValueError, match="scale must be"):
-        GradientControl(sgd(parameter(1.0)), scale=given)
-
-
-@pytest.mark.parametrize("given", ["1.0", True, [1.0], ClipByNorm, torch.tensor(1.0), {}])
-def test_a_clip_of_a_wrong_type_raises(given):
-    with pytest.raises(TypeError, match="clip must be None, a number"):
-        GradientControl(sgd(parameter(1.0)), clip=given)
-
-
-@pytest.mark.parametrize("given", [-1.0, -math.inf, math.nan])
-def test_a_negative_max_norm_raises(given):
-    with pytest.raises(ValueError, match="clip must be at least 0, got"):
-        GradientControl(sgd(parameter(1.0)), clip=given)
-
-
-@pytest.mark.parametrize("order", [0.5, 9.0, 64.0, math.nan])
-def test_an_order_whose_powers_overflow_raises(order):
-    with pytest.raises(ValueError, match="order must be at least 1 and at most 8"):
-        ClipByNorm(1.0, order=order)
 
 
 @pytest.mark.parametrize("given", ["Skip", "", None, 1, True])
@@ -146,8 +114,15 @@ def test_a_constructor_that_raised_leaves_the_optimizer_as_it_was():
     p = parameter(1.0)
     optimizer = sgd(p)
     hooks = len(optimizer._optimizer_step_pre_hooks)
-    for options in ({"clip": -1.0}, {"scale": 0.0}, {"clip": ClipPerGroup({"no": 1.0})}, {"model": 3}):
-        with pytest.raises((ValueError, TypeError)):
+    for options, words in (
+        ({"clip": -1.0}, "clip must be at least 0"),
+        ({"clip": "1.0"}, "clip must be None, a number"),
+        ({"scale": 0.0}, "scale must be at least"),
+        ({"scale": "Dynamic"}, "scale must be None, 'dynamic', a number or a scale policy"),
+        ({"clip": ClipPerGroup({"no": 1.0})}, "matches no parameter"),
+        ({"model": 3}, "model must be"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
             GradientControl(optimizer, **options)
     assert len(optimizer._optimizer_step_pre_hooks) == hooks
     assert not take_step(GradientControl(optimizer, clip=1.0), (p, 1.0)).skipped

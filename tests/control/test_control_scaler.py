@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import gradilocks
 from control.given_gradients import (
+    MAKERS,
     NAN,
     assert_same,
     batches,
@@ -23,11 +23,6 @@ from control.given_gradients import (
 from gradilocks import DynamicScale, GradientControl, HeadroomScale, StaticScale
 
 FAST = {"init_scale": 2.0**10, "growth_interval": 3}
-MAKERS = {
-    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-    "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
-    "own AdamW": lambda ps: gradilocks.optim.AdamW(ps, lr=0.01),
-}
 
 
 def plain(scaler, optimizer, model, batch):

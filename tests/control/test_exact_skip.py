@@ -15,6 +15,7 @@ from control.given_gradients import (
     contents,
     gradients,
     loss_giving,
+    nan_in_new_memory,
     parameter,
     take_step,
 )
@@ -36,11 +37,10 @@ def setting(make, clip=None, device="cpu"):
     return p, q, optimizer, GradientControl(optimizer, clip=clip)
 
 
-@pytest.mark.parametrize("bad", [INF, NAN])
-@pytest.mark.parametrize("name", EVERY_OPTIMIZER)
-def test_a_skipped_step_changes_no_bit(name, bad):
-    p, q, optimizer, control = setting(EVERY_OPTIMIZER[name])
-    for g, h in GOOD:
+def skip_after(good, bad, name, *options):
+    """Some good steps, then one with a bad gradient, which must change nothing."""
+    p, q, optimizer, control = setting(EVERY_OPTIMIZER[name], *options)
+    for g, h in good:
         take_step(control, (p, g), (q, h))
     before = contents(optimizer)
     control.zero_grad()
@@ -51,18 +51,16 @@ def test_a_skipped_step_changes_no_bit(name, bad):
     assert_same(gradients(optimizer), made)
 
 
+@pytest.mark.parametrize("bad", [INF, NAN])
+@pytest.mark.parametrize("name", EVERY_OPTIMIZER)
+def test_a_skipped_step_changes_no_bit(name, bad):
+    skip_after(GOOD, bad, name)
+
+
 @pytest.mark.parametrize("name", ["AdamW fused", "SGD momentum fused", "Adagrad", *OWN_OPTIMIZERS])
 @pytest.mark.parametrize("clip", CLIPS)
 def test_a_skipped_step_changes_no_bit_on_any_device_path(name, clip, device):
-    p, q, optimizer, control = setting(EVERY_OPTIMIZER[name], CLIPS[clip], device)
-    take_step(control, (p, GOOD[0][0]), (q, GOOD[0][1]))
-    before = contents(optimizer)
-    control.zero_grad()
-    control.backward(loss_giving((p, GOOD[0][0]), (q, torch.tensor([1.0, NAN]))))
-    made = gradients(optimizer)
-    assert control.step().skipped
-    assert_same(contents(optimizer), before)
-    assert_same(gradients(optimizer), made)
+    skip_after(GOOD[:1], NAN, name, CLIPS[clip], device)
 
 
 @pytest.mark.parametrize("clip", CLIPS)
@@ -70,30 +68,14 @@ def test_a_skipped_step_changes_no_bit_on_any_device_path(name, clip, device):
 def test_the_run_continues_as_if_skipped_steps_had_never_been(name, clip):
     p, q, optimizer, control = setting(EVERY_OPTIMIZER[name], CLIPS[clip])
     r, s, other, untouched = setting(EVERY_OPTIMIZER[name], CLIPS[clip])
-    assert take_step(control, (p, INF), (q, 1.0)).skipped  # A skipped first step leaves a first step to be taken.
-    for g, h in GOOD:
-        take_step(control, (p, g), (q, h))
-        assert take_step(control, (p, NAN), (q, h)).skipped
-        assert take_step(control, (p, g), (q, INF)).skipped
-        take_step(untouched, (r, g), (s, h))
+    with nan_in_new_memory():  # torch's fused SGD allocates momentum without initializing it.
+        assert take_step(control, (p, INF), (q, 1.0)).skipped  # A skipped first step leaves a first step to be taken.
+        for g, h in GOOD:
+            take_step(control, (p, g), (q, h))
+            assert take_step(control, (p, NAN), (q, h)).skipped
+            assert take_step(control, (p, g), (q, INF)).skipped
+            take_step(untouched, (r, g), (s, h))
     assert_same(contents(optimizer), contents(other))
-
-
-@pytest.mark.parametrize("settings", [{}, {"dampening": 0.5}, {"nesterov": True}, {"weight_decay": 0.1}])
-def test_fused_momentum_never_reads_uninitialised_memory(settings):
-    gradient = torch.linspace(-1, 1, 3000)
-    for _ in range(10):
-        p, r = (nn.Parameter(torch.zeros(3000)) for _ in range(2))
-        control = GradientControl(torch.optim.SGD([p], lr=0.5, momentum=0.5, fused=True, **settings))
-        plain = torch.optim.SGD([r], lr=0.5, momentum=0.5, fused=True, **settings)
-        garbage = [torch.full((3000,), value) for value in (1e30, NAN, INF, -7.0)]
-        del garbage
-        assert take_step(control, (p, INF)).skipped
-        for _ in range(3):
-            take_step(control, (p, gradient))
-            r.grad = gradient.clone()
-            plain.step()
-        assert torch.equal(p, r)
 
 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])

@@ -10,15 +10,7 @@ import torch
 from torch import nn
 
 import gradilocks
-from control.given_gradients import (
-    NAN,
-    OPTIMIZERS,
-    assert_same,
-    contents,
-    loss_giving,
-    parameter,
-    take_step,
-)
+from control.given_gradients import NAN, OPTIMIZERS, assert_same, contents, loss_giving, parameter, take_step
 from gradilocks import AdaptiveClip, ClipByNorm, ClipByValue, GradientControl
 
 

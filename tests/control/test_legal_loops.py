@@ -8,22 +8,23 @@ import pytest
 import torch
 from torch import nn
 
-import gradilocks
-from control.given_gradients import assert_same, batches, contents, loss_of, small_model
+from control.given_gradients import MAKERS, assert_same, batches, contents, loss_of, small_model
 from gradilocks import DynamicScale, GradientControl
 
 SCALE = DynamicScale(init_scale=2.0**10, growth_interval=2)
-MAKERS = {
-    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-    "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
-    "own AdamW": lambda ps: gradilocks.optim.AdamW(ps, lr=0.01),
-}
 
 
 @pytest.fixture(params=MAKERS)
 def make(request):
     """A constructor of an optimizer, from parameters."""
     return MAKERS[request.param]
+
+
+def step_and_clear(*steppers):
+    """Steps a control or an optimizer, then clears its gradients."""
+    for each in steppers:
+        each.step()
+        each.zero_grad()
 
 
 def compare(mine, theirs):
@@ -132,10 +133,7 @@ def test_accumulation_with_several_losses_and_a_retained_graph(make):
             backward(output.square().mean() / 4, retain_graph=True)
             backward((output - y).abs().mean() / 4)
         if k % 2:
-            control.step()
-            control.zero_grad()
-            plain.step()
-            plain.zero_grad()
+            step_and_clear(control, plain)
     compare(model, other)
 
 
@@ -147,10 +145,7 @@ def test_layers_that_are_frozen_and_unfrozen(make):
             net[0].requires_grad_(k % 3 != 1)
         control.backward(loss_of(model, *batch))
         loss_of(other, *batch).backward()
-        control.step()
-        plain.step()
-        control.zero_grad()
-        plain.zero_grad()
+        step_and_clear(control, plain)
     compare(model, other)
     assert_same(optimizer.state_dict()["state"], plain.state_dict()["state"])
 
@@ -165,10 +160,8 @@ def test_gradients_changed_by_hand_between_backward_and_step(make):
         for net in (model, other):
             net[0].weight.grad[0] = 0.0
             net[3].bias.grad = torch.full_like(net[3].bias, 0.25 * k)
-        assert control.step().norm > 0
-        plain.step()
-        control.zero_grad()
-        plain.zero_grad()
+        assert control.norm() > 0
+        step_and_clear(control, plain)
     compare(model, other)
 
 
@@ -180,10 +173,7 @@ def test_a_gradient_penalty_through_a_graph_of_gradients(make):
             given = x.clone().requires_grad_()
             (grad,) = torch.autograd.grad(loss_of(net, given, y), given, create_graph=True)
             backward(loss_of(net, x, y) + grad.square().sum())
-        control.step()
-        plain.step()
-        control.zero_grad()
-        plain.zero_grad()
+        step_and_clear(control, plain)
     compare(model, other)
 
 
@@ -223,11 +213,8 @@ def test_a_backward_that_fails_and_is_tried_again(make):
                 control.backward(Fails.apply(loss_of(model, *batch)))
             optimizer.zero_grad()
         control.backward(loss_of(model, *batch))
-        control.step()
-        control.zero_grad()
         loss_of(other, *batch).backward()
-        plain.step()
-        plain.zero_grad()
+        step_and_clear(control, plain)
     compare(model, other)
 
 
@@ -237,16 +224,14 @@ def test_averaged_weights_and_swapped_parameters(make):
     control = GradientControl(optimizer, model=model, scale=SCALE)
     for k, batch in enumerate(batches(6)):
         control.backward(loss_of(model, *batch))
-        control.step()
-        control.zero_grad()
+        step_and_clear(control)
         averaged.update_parameters(model)
         if k == 3:  # Evaluate with the averaged weights, then restore.
             backup = copy.deepcopy(model.state_dict())
             model.load_state_dict(averaged.module.state_dict())
             model.load_state_dict(backup)
         loss_of(other, *batch).backward()
-        plain.step()
-        plain.zero_grad()
+        step_and_clear(plain)
     compare(model, other)
 
 
@@ -272,13 +257,10 @@ def test_data_parallel_and_a_loss_per_replica(make):
     control = GradientControl(optimizer, model=parallel, scale=SCALE)
     for x, y, _ in batches(3):
         control.backward((parallel(x) - y).square().mean())
-        outcome = control.step()
-        control.zero_grad()
         (other(x) - y).square().mean().backward()
-        plain.step()
-        plain.zero_grad()
+        step_and_clear(control, plain)
     compare(model, other)
-    assert not outcome.skipped
+    assert not control.outcome.skipped
 
 
 def test_losses_of_every_kind(make):
@@ -292,10 +274,7 @@ def test_losses_of_every_kind(make):
                 backward((net(x) - y).square(), gradient=torch.full((12, 3), 0.125))
             else:
                 backward(net(x).sum().double())
-        control.step()
-        plain.step()
-        control.zero_grad()
-        plain.zero_grad()
+        step_and_clear(control, plain)
     compare(model, other)
 
 

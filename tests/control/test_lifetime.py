@@ -9,15 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-import gradilocks
-from control.given_gradients import INF, loss_giving, parameter, take_step
+from control.given_gradients import INF, MAKERS, loss_giving, parameter, take_step
 from gradilocks import AdaGC, AdaptiveClip, GradientControl
 
-MAKERS = {
-    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-    "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
-    "own AdamW": lambda ps: gradilocks.optim.AdamW(ps, lr=0.1),
-}
 CLIPS = {"norm": 1.0, "tensor": AdaGC(), "rows": AdaptiveClip()}
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import gradilocks
 from control.given_gradients import assert_same, contents, loss_giving, parameter, take_step
 from gradilocks import AdaGC, GradientControl
 from gradilocks.errors import NoGradients, ScaleMisuse, SharedParameter
@@ -57,7 +58,7 @@ def test_a_second_step_on_the_same_gradients_raises(device):
     control = GradientControl(sgd(p))
     take_step(control, (p, 1.0))
     before = p.detach().clone()
-    with pytest.raises(ScaleMisuse, match="without a scaled loss"):
+    with pytest.raises(ScaleMisuse, match="without a scaled loss since the previous step"):
         control.step()
     assert torch.equal(p, before)
 
@@ -315,8 +316,6 @@ def test_a_parameter_in_two_optimizers_or_groups_raises():
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_parameters_that_are_added_later_raise_instead_of_stepping_scaled(direct, device):
-    import gradilocks
-
     p, q = parameter(1.0, device=device), parameter(1.0, device=device)
     optimizer = gradilocks.optim.SGD([p], lr=0.1) if direct else sgd(p)
     control = GradientControl(optimizer, clip=AdaGC())

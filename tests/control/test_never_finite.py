@@ -50,13 +50,6 @@ def test_giving_up_leaves_parameters_and_control_usable():
     assert not take_step(control, (p, 1.0)).skipped
 
 
-def test_rejected_steps_do_not_count():
-    p = parameter(0.0)
-    control = GradientControl(torch.optim.SGD([p], lr=0.1), clip=SkipSpikes(max_norm=1.0), give_up_after=2)
-    for _ in range(6):
-        assert take_step(control, (p, 100.0)).rejected
-
-
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (0, 3), (3, 1)])
 def test_the_counter_survives_a_checkpoint(before, after):
     p = parameter(0.0)

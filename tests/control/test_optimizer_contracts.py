@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 import gradilocks
-from control.given_gradients import (
-    INF,
-    NAN,
-    OPTIMIZERS,
-    loss_giving,
-    parameter,
-    take_step,
-)
+from control.given_gradients import INF, NAN, OPTIMIZERS, loss_giving, parameter, take_step
 from gradilocks import GradientControl, kernels
 
 
@@ -104,9 +99,10 @@ def test_nothing_stays_behind_when_a_fused_step_raises(device):
     assert not take_step(control, (p, 1.0)).skipped
 
 
-def test_a_grad_scale_that_the_user_has_set_is_multiplied_in_and_kept(device):
+@pytest.mark.parametrize("make", [partial(torch.optim.SGD, fused=True), gradilocks.optim.SGD])
+def test_a_grad_scale_that_the_user_has_set_is_multiplied_in_and_kept(make, device):
     p = parameter(0.0, device=device)
-    optimizer = torch.optim.SGD([p], lr=1.0, fused=True)
+    optimizer = make([p], lr=1.0)
     optimizer.grad_scale = preset = torch.tensor(2.0, device=device)
     take_step(GradientControl(optimizer, scale=4.0), (p, 1.0))
     assert p.item() == -0.5

@@ -53,11 +53,11 @@ def test_an_epoch_counts_if_one_of_its_steps_was_taken():
     optimizer = torch.optim.SGD([p], lr=0.1)
     control = GradientControl(optimizer)
     schedule = control.scheduler(lr_scheduler.ExponentialLR(optimizer, 0.5))
-    for epoch in ([INF, 1.0, INF], [INF, NAN], [1.0] * 200, []):
+    for epoch in ([INF, 1.0, INF], [INF, NAN], [1.0] * 200, [1.0, *[INF] * 69], []):
         for gradient in epoch:
             take_step(control, (p, gradient))
         schedule.step()
-    assert schedule.last_epoch == 3
+    assert schedule.last_epoch == 4
     assert len(schedule._since_call) == 0
 
 

@@ -247,9 +247,9 @@ def physics_script():
     train(model, loss_of)
 
 
-def lbfgs():
+def train_with_closures(make_optimizer):
     model = around(lambda x: x / (x - x))
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    optimizer = make_optimizer(model.parameters())
     global step
     for step in range(1, 9):  # noqa: B007 (read by `is_now`)
         x, y = torch.randn(6, 4), torch.randint(3, (6,))
@@ -261,22 +261,14 @@ def lbfgs():
             return loss
 
         optimizer.step(closure)
+
+
+def lbfgs():
+    train_with_closures(lambda params: torch.optim.LBFGS(params, max_iter=2))
 
 
 def sgd_with_closure():
-    model = around(lambda x: x / (x - x))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    global step
-    for step in range(1, 9):  # noqa: B007 (read by `is_now`)
-        x, y = torch.randn(6, 4), torch.randint(3, (6,))
-
-        def closure(x=x, y=y):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
+    train_with_closures(lambda params: torch.optim.SGD(params, lr=0.1))
 
 
 def inner_loop():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from control.given_gradients import use_path
+from dropin.loops import SCALERS, two_weights
 from gradilocks import kernels
 from gradilocks.dropin import grad_scaler
 
@@ -27,17 +28,32 @@ def _kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grad_scaler, "_TORCH_DTYPES", {"cpu": set(), "cuda": set()})
 
 
+@pytest.fixture(params=sorted(SCALERS))
+def scaler_class(request):
+    """torch's class and ours: a test with this fixture states a fact of torch's class."""
+    return SCALERS[request.param]
+
+
 @pytest.fixture
-def use_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Selects an entry of `dropin.devices.DEVICES`; returns the device of the tensors."""
+def param():
+    return two_weights()
 
-    def select(name: str) -> str:
-        monkeypatch.setattr(grad_scaler, "_TORCH_DTYPES", {"cpu": set(), "cuda": set()})
-        if name == "interpreted":
-            pytest.importorskip("triton", reason="Triton is not installed")
-            monkeypatch.setitem(kernels.BACKENDS, "cpu", importlib.import_module("gradilocks.kernels.cuda"))
-        elif name == "plain torch":
-            monkeypatch.setitem(kernels.BACKENDS, "cpu", None)
-        return "cuda" if name == "cuda" else "cpu"
 
-    return select
+@pytest.fixture(params=["torch", "kernels"])
+def unscaled_by(request):
+    """Gradients on a CPU are unscaled by torch's pass, then by our kernels."""
+    if request.param == "kernels":
+        request.getfixturevalue("_kernels_on_cpu")
+
+
+@pytest.fixture(params=["extension", "plain torch"])
+def cpu_backend(request, monkeypatch):
+    """The C extension, then torch's own operations."""
+    if request.param == "plain torch":
+        monkeypatch.setitem(kernels.BACKENDS, "cpu", None)
+
+
+@pytest.fixture
+def use_kernels(monkeypatch: pytest.MonkeyPatch, _kernels_on_cpu: None) -> Callable[[str], str]:
+    """Selects an entry of `PATHS`; returns the device of the tensors."""
+    return lambda name: use_path(name, monkeypatch)

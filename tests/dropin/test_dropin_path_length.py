@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from pathlib import Path
-
 import pytest
 import torch
 
-import gradilocks
-from gradilocks import GradScaler, clip_grad_norm_, kernels
-
-SOURCE = str(Path(gradilocks.__file__).parent)
+from gradilocks import GradScaler, clip_grad_norm_
+from step.test_path_length import calls_of, report
 
 
-def calls_of(action):
-    """(file, function) -> number of calls while `action()` runs. Comprehensions and lambdas do not count."""
-    calls: Counter[tuple[str, str]] = Counter()
-
-    def note(frame, event, _):
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(SOURCE) and not code.co_name.startswith("<"):
-            calls[str(Path(code.co_filename).relative_to(SOURCE)), code.co_name] += 1
-
-    sys.setprofile(note)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
-@pytest.mark.parametrize("unscale_with_kernels", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("backend", ["extension", "plain torch"])
-def test_an_iteration_takes_45_calls_in_6_files(backend, fused, unscale_with_kernels, monkeypatch, request):
-    if backend == "plain torch":
-        monkeypatch.setitem(kernels.BACKENDS, "cpu", None)
-    if unscale_with_kernels:
-        request.getfixturevalue("_kernels_on_cpu")
+@pytest.mark.usefixtures("cpu_backend", "unscaled_by")
+def test_an_iteration_takes_45_calls_in_6_files(fused):
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     scaler = GradScaler("cpu", model=model)
@@ -55,7 +27,5 @@ def test_an_iteration_takes_45_calls_in_6_files(backend, fused, unscale_with_ker
         loss = model(torch.ones(2, 8)).square().mean()
         calls = calls_of(iteration)
         optimizer.zero_grad()
-    report = "\n".join(f"{count:3d}  {file:32s} {name}" for (file, name), count in calls.items())
-    print(f"{calls.total()} calls in {len({file for file, _ in calls})} files\n{report}")
-    assert calls.total() <= 45
-    assert len({file for file, _ in calls}) <= 6
+    assert calls.total() <= 45, report("an iteration", calls)
+    assert len({file for file, _ in calls}) <= 6, report("an iteration", calls)

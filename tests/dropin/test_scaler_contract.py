@@ -10,30 +10,17 @@ import pytest
 import torch
 from torch.amp.grad_scaler import OptState
 
-from dropin.loops import SCALERS, backward, iterate, sgd, two_weights
+from dropin.loops import SCALERS, backward, iterate, sgd
 from gradilocks import GradScaler
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=sorted(SCALERS))
-def scaler_class(request):
-    return SCALERS[request.param]
-
-
-@pytest.fixture
-def param():
-    return two_weights()
-
-
 # --- class and state --------------------------------------------------------------------------------------------------
 
 
-def test_it_is_a_torch_grad_scaler():
-    assert isinstance(GradScaler("cpu"), torch.amp.GradScaler)
-
-
 def test_torchs_parameters_come_first_and_ours_are_optional_keywords():
+    assert issubclass(GradScaler, torch.amp.GradScaler)
     theirs = list(inspect.signature(torch.amp.GradScaler).parameters.values())
     ours = list(inspect.signature(GradScaler).parameters.values())
     for expected, got in zip(theirs, ours, strict=False):
@@ -62,6 +49,7 @@ def test_without_cuda_the_default_device_warns_and_disables(scaler_class):
 
 def test_the_first_scale_creates_the_state(scaler_class):
     scaler = scaler_class("cpu", init_scale=8.0)
+    assert scaler
     assert scaler.scale([]) == []
     assert scaler._scale is None
     assert scaler.get_scale() == 8.0
@@ -88,32 +76,6 @@ def test_the_state_is_updated_in_place(scaler_class, param):
     assert scaler._growth_tracker is tracker
     assert (scale.data_ptr(), tracker.data_ptr()) == addresses
     assert (scale.item(), tracker.item()) == (16.0, 1)
-
-
-def test_the_state_dict_has_torchs_keys_and_plain_numbers(scaler_class, param):
-    scaler = scaler_class("cpu", 8.0, 3.0, 0.25, 7, True)
-    iterate(scaler, sgd(param), param)
-    expected = {"scale": 8.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7, "_growth_tracker": 1}
-    assert list(scaler.state_dict().items()) == list(expected.items())
-    assert [type(value) for value in scaler.state_dict().values()] == [float, float, float, int, int]
-
-
-def test_a_state_loaded_before_the_first_scale_becomes_the_first_state(scaler_class, param):
-    state = {"scale": 32.0, "growth_factor": 4.0, "backoff_factor": 0.125, "growth_interval": 3, "_growth_tracker": 2}
-    scaler = scaler_class("cpu", init_scale=8.0)
-    scaler.load_state_dict(state)
-    assert scaler._scale is None
-    assert scaler.state_dict() == state
-    iterate(scaler, sgd(param), param)
-    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (128.0, 0)
-
-
-def test_setters_are_read_back(scaler_class):
-    scaler = scaler_class("cpu")
-    scaler.set_growth_factor(3.0)
-    scaler.set_backoff_factor(0.25)
-    scaler.set_growth_interval(5)
-    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (3.0, 0.25, 5)
 
 
 # --- scale() ----------------------------------------------------------------------------------------------------------
@@ -184,16 +146,6 @@ def test_a_new_scale_leaves_the_tracker_and_clears_the_optimizers(scaler_class, 
     assert len(scaler._per_optimizer_states) == 0
 
 
-def test_the_scale_grows_after_the_interval_and_backs_off_at_once(scaler_class, param):
-    scaler, optimizer = scaler_class("cpu", init_scale=8.0, growth_interval=3), sgd(param)
-    history = []
-    for value in (None, None, None, None, math.inf, None):
-        param.data.fill_(1.0)
-        iterate(scaler, optimizer, param, value=value)
-        history.append((scaler.get_scale(), scaler._get_growth_tracker()))
-    assert history == [(8.0, 1), (8.0, 2), (16.0, 0), (16.0, 1), (8.0, 0), (8.0, 1)]
-
-
 def test_growth_stops_at_the_largest_float32_and_the_tracker_still_resets(scaler_class, param):
     scaler, optimizer = scaler_class("cpu", init_scale=2.0**127, growth_interval=2), sgd(param)
     for tracker in (1, 0, 1, 0):
@@ -202,15 +154,6 @@ def test_growth_stops_at_the_largest_float32_and_the_tracker_still_resets(scaler
         scaler.step(optimizer)
         scaler.update()
         assert (scaler.get_scale(), scaler._get_growth_tracker()) == (2.0**127, tracker)
-
-
-def test_the_scale_does_not_grow_above_max_scale(param):
-    scaler, optimizer = GradScaler("cpu", init_scale=8.0, growth_interval=1, max_scale=20.0), sgd(param)
-    scales = []
-    for _ in range(3):
-        iterate(scaler, optimizer, param)
-        scales.append(scaler.get_scale())
-    assert scales == [16.0, 20.0, 20.0]
 
 
 # --- step() and unscale_() --------------------------------------------------------------------------------------------
@@ -226,21 +169,6 @@ def test_step_returns_the_optimizers_value_or_none_when_skipped(scaler_class, pa
     param.grad[0] = math.nan
     assert scaler.step(optimizer) is None
     assert param.tolist() == before
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_optimizers_skip_alone_and_share_the_scale(scaler_class, param, fused, value):
-    other = torch.nn.Parameter(torch.tensor([3.0]))
-    scaler = scaler_class("cpu", init_scale=8.0)
-    backward(scaler, param, other)
-    param.grad[1] = value
-    optimizers = sgd(param, fused=fused), sgd(other, fused=fused)
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-    assert (param.tolist(), other.tolist()) == ([1.0, 2.0], [0.0])
-    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (4.0, 0)
 
 
 @pytest.mark.parametrize("unscale_first", [False, True])
@@ -363,10 +291,8 @@ def sparse(indices, values):
     return torch.sparse_coo_tensor(torch.tensor(indices), values, (4,), check_invariants=True)
 
 
-@pytest.mark.parametrize("path", ["torch", "kernels"])
-def test_fp16_sparse_gradients_are_coalesced_before_the_check(scaler_class, path, request):
-    if path == "kernels":
-        request.getfixturevalue("_kernels_on_cpu")
+@pytest.mark.usefixtures("unscaled_by")
+def test_fp16_sparse_gradients_are_coalesced_before_the_check(scaler_class):
     param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
     optimizer, scaler = sgd(param), scaler_class("cpu")
     scaler.scale(torch.ones(()))
@@ -377,10 +303,8 @@ def test_fp16_sparse_gradients_are_coalesced_before_the_check(scaler_class, path
         assert flag.item() == expected
 
 
-@pytest.mark.parametrize("path", ["torch", "kernels"])
-def test_sparse_gradients_are_unscaled_or_skipped(scaler_class, path, request):
-    if path == "kernels":
-        request.getfixturevalue("_kernels_on_cpu")
+@pytest.mark.usefixtures("unscaled_by")
+def test_sparse_gradients_are_unscaled_or_skipped(scaler_class):
     embedding = torch.nn.Embedding(5, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(embedding.parameters(), lr=0.5)
     scaler = scaler_class("cpu", init_scale=8.0)
@@ -401,11 +325,9 @@ def test_sparse_gradients_are_unscaled_or_skipped(scaler_class, path, request):
     assert scaler.get_scale() == 4.0
 
 
-@pytest.mark.parametrize("path", ["torch", "kernels"])
+@pytest.mark.usefixtures("unscaled_by")
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_rank_whose_shards_are_empty_still_has_a_flag(scaler_class, fused, path, request):
-    if path == "kernels":
-        request.getfixturevalue("_kernels_on_cpu")
+def test_a_rank_whose_shards_are_empty_still_has_a_flag(scaler_class, fused):
     param = torch.nn.Parameter(torch.zeros(0))
     optimizer, scaler = sgd(param, fused=fused), scaler_class("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
@@ -416,17 +338,10 @@ def test_a_rank_whose_shards_are_empty_still_has_a_flag(scaler_class, fused, pat
     assert scaler._get_growth_tracker() == 1
 
 
-def test_accumulated_gradients_are_unscaled_once(scaler_class, param):
-    scaler = scaler_class("cpu", init_scale=8.0)
-    for _ in range(3):
-        backward(scaler, param)
-    scaler.step(sgd(param))
-    assert param.tolist() == [1.0 - 3.0, 2.0 - 6.0]
-
-
 def test_a_disabled_scaler_passes_everything_through(scaler_class, param):
     scaler, optimizer = scaler_class("cpu", enabled=False), sgd(param)
     loss = (param * param).sum()
+    assert scaler
     assert scaler.scale(loss) is loss
     assert scaler.scale("anything") == "anything"
     loss.backward()
@@ -445,24 +360,9 @@ def test_a_disabled_scaler_passes_everything_through(scaler_class, param):
 # --- private names that other packages use ----------------------------------------------------------------------------
 
 
-def test_the_stage_of_each_optimizer_can_be_read(scaler_class, param):
-    scaler, optimizer = scaler_class("cpu", init_scale=8.0), sgd(param)
-    states = scaler._per_optimizer_states
-    assert states[id(optimizer)] == {"stage": OptState.READY, "found_inf_per_device": {}}
-    backward(scaler, param)
-    scaler.unscale_(optimizer)
-    assert states[id(optimizer)]["stage"] is OptState.UNSCALED
-    scaler.step(optimizer)
-    assert states[id(optimizer)]["stage"] is OptState.STEPPED
-    scaler.update()
-    assert len(scaler._per_optimizer_states) == 0
-
-
-@pytest.mark.parametrize("path", ["torch", "kernels"])
+@pytest.mark.usefixtures("unscaled_by")
 @pytest.mark.parametrize("value", [1.0, math.inf, math.nan])
-def test_the_flag_is_one_float32_per_device(scaler_class, param, value, path, request):
-    if path == "kernels":
-        request.getfixturevalue("_kernels_on_cpu")
+def test_the_flag_is_one_float32_per_device(scaler_class, param, value):
     scaler, optimizer = scaler_class("cpu", init_scale=8.0), sgd(param)
     backward(scaler, param)
     param.grad[0] = value
@@ -489,10 +389,8 @@ def test_a_flag_raised_by_other_code_skips_the_step(scaler_class, param):
     assert scaler.get_scale() == 4.0
 
 
-@pytest.mark.parametrize("path", ["torch", "kernels"])
-def test_fp16_gradients_are_unscaled_for_code_that_allows_it(scaler_class, path, request):
-    if path == "kernels":
-        request.getfixturevalue("_kernels_on_cpu")
+@pytest.mark.usefixtures("unscaled_by")
+def test_fp16_gradients_are_unscaled_for_code_that_allows_it(scaler_class):
     param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     scaler, optimizer = scaler_class("cpu", init_scale=1024.0), sgd(param)
     original = scaler._unscale_grads_

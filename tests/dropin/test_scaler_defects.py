@@ -5,23 +5,18 @@ Where torch's behaviour is deterministic, a test shows it: if a later torch repa
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 import pytest
 import torch
 from torch.amp.grad_scaler import OptState
 
+from control.given_gradients import nan_in_new_memory
 from dropin.loops import backward, iterate, overflow, sgd, two_weights
 from gradilocks import GradScaler, kernels
 from gradilocks.dropin import grad_scaler
 
 TINY = 2.0**-126
-
-
-@pytest.fixture
-def param():
-    return two_weights()
 
 
 # --- B1: the flags of all devices are added up, and fused kernels skip only if the sum is 1 ---------------------------
@@ -91,6 +86,9 @@ def test_the_scale_stops_at_the_smallest_one_whose_reciprocal_is_finite(param, f
 
 def test_the_bounds_hold_for_every_way_to_move_the_scale(param):
     scaler, optimizer = GradScaler("cpu", 16.0, growth_interval=1, min_scale=1.0, max_scale=32.0), sgd(param, lr=0.0)
+    for _ in range(3):
+        iterate(scaler, optimizer, param)
+    assert scaler.get_scale() == 32.0
     for _ in range(10):
         overflow(scaler, optimizer, param)
     assert scaler.get_scale() == 1.0
@@ -239,19 +237,6 @@ def test_the_gradient_of_a_float16_loss_is_that_of_a_float32_one():
 
 
 # --- B14: fused SGD whose first step is skipped -----------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def nan_in_new_memory():
-    """Fills uninitialised memory with NaN, so that reading it shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 SETTINGS = {

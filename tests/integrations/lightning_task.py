@@ -1,20 +1,18 @@
-"""A small training for Lightning's Trainer and Fabric, and the same as a native loop with GradientControl.
-
-The last column of a batch marks the bad one, in which the gradient of `middle.weight`, and of nothing else, is Inf.
-"""
+"""The small training of `planted_overflow` for Lightning's Trainer and Fabric, and as a loop with GradientControl."""
 
 from __future__ import annotations
 
 import logging
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradilocks.optim
 from gradilocks import GradientControl
-
-WIDTH, BATCH, STEPS, BAD = 6, 4, 6, 2
+from integrations.planted_overflow import BAD_STEP as BAD
+from integrations.planted_overflow import ROWS as BATCH
+from integrations.planted_overflow import STEPS, Network, batches, weights
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -48,34 +46,9 @@ for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "ligh
     logging.getLogger(name).setLevel(logging.ERROR)
 
 
-class Network(nn.Module):
-    """Three layers; `forward` returns the loss of each row."""
-
-    def __init__(self, seed: int = 3) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            self.first = nn.Linear(WIDTH, 8)
-            self.middle = nn.Linear(8, 8)
-            self.head = nn.Linear(8, 1)
-        self.is_bad = False
-        self.middle.weight.register_hook(lambda grad: torch.full_like(grad, torch.inf) if self.is_bad else grad)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        rows, marker = rows[:, :WIDTH], rows[:, WIDTH]
-        self.is_bad = bool(marker.amax() > 0)
-        hidden = torch.tanh(self.middle(torch.tanh(self.first(rows))))
-        return 0.01 * (self.head(hidden).float().squeeze(-1) - rows.float().sum(-1)).square()
-
-
 def rows(steps: int = STEPS, *, accumulate: int = 1, bad: int | None = BAD) -> Tensor:
     """`steps * accumulate` batches of BATCH rows; the last batch of the bad step is marked."""
-    made = torch.randn(steps * accumulate * BATCH, WIDTH, generator=torch.Generator().manual_seed(5))
-    marker = torch.zeros(len(made), 1)
-    if bad is not None:
-        last = ((bad + 1) * accumulate - 1) * BATCH
-        marker[last : last + BATCH] = 1.0
-    return torch.cat([made, marker], dim=1)
+    return torch.cat(batches(steps, accumulate=accumulate, bad=bad))
 
 
 def loader(steps: int = STEPS, *, accumulate: int = 1, bad: int | None = BAD) -> DataLoader:
@@ -108,10 +81,6 @@ class Stateful:
 
     def load_state_dict(self, state):
         self.next = state["next"]
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [param.detach().clone() for param in model.parameters()]
 
 
 def schedule(optimizer):

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from gradilocks import kernels
+from control.given_gradients import use_path
 
 CHUNK = 512
 
 
 def use_interpreter(monkeypatch):
     """Runs the Triton kernels on CPU tensors, with small chunks, because the interpreter is slow."""
-    if torch.cuda.is_available():
-        pytest.skip("with a GPU, Triton compiles its kernels and cannot process CPU tensors")
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from gradilocks.kernels import cuda, recorded_step, triton_kernels
+    device = use_path("Triton", monkeypatch)
+    from gradilocks.kernels import recorded_step, triton_kernels
 
     for name in ("MEASURE_CHUNK", "OPTIMIZER_CHUNK"):
         monkeypatch.setattr(recorded_step, name, CHUNK)
     for name in ("MEASURE_TILE", "UPDATE_TILE", "_MAX_LANES"):
         monkeypatch.setattr(triton_kernels, name, 128)
-    monkeypatch.setitem(kernels.BACKENDS, "cpu", cuda)
-    return "cpu"
+    return device
 
 
 def use_extension(monkeypatch):
     """Runs the C kernels."""
-    cpu = pytest.importorskip("gradilocks.kernels.cpu", reason="the C extension is not compiled", exc_type=ImportError)
-    monkeypatch.setitem(kernels.BACKENDS, "cpu", cpu)
-    return "cpu"
+    return use_path("C", monkeypatch)
 
 
 def use_gpu(monkeypatch):

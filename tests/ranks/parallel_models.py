@@ -20,6 +20,8 @@ import gradilocks
 __all__ = ["ANY_SIZE", "CASES"]
 
 Case = Callable[[int], TrainingCase | None]
+SEQUENCES = (2, 8, 8)
+"""Shape of the input of a FeedForward."""
 
 
 class Net(nn.Module):
@@ -108,11 +110,13 @@ def average(model: Any, group: Any) -> None:
             grad.div_(dist.get_world_size(group))
 
 
-def case_of(model: Any, rank: int, backward: Any = None, **given: Any) -> TrainingCase:
-    """A model with one optimizer, whose ranks see different data."""
+def case_of(
+    model: Any, rank: int, backward: Any = None, *, part: int | None = None, shape: Sequence[int] = (), **given: Any
+) -> TrainingCase:
+    """A model with one optimizer. Ranks see different data, or those of one `part` the same."""
 
     def by_loss(control: Any, step: int) -> None:
-        control.backward(loss_of(model, step, rank))
+        control.backward(loss_of(model, step, rank if part is None else part, *shape))
 
     given.setdefault("write_inf", writer_of_inf(model, is_last(rank)))
     return TrainingCase(model, [optimizer_for(model.parameters())], backward or by_loss, **given)
@@ -238,7 +242,7 @@ def tensor_parallel(mesh: Any, *, sequence: bool = False) -> Any:
 def tp(rank: int) -> TrainingCase:
     """The norm is outside of the plan: a plain tensor that every rank holds."""
     model = tensor_parallel(line("tp"))
-    return case_of(model, rank, lambda control, step: control.backward(loss_of(model, step, 0, 2, 8, 8)))
+    return case_of(model, rank, part=0, shape=SEQUENCES)
 
 
 def sequence_parallel(rank: int) -> TrainingCase:
@@ -257,7 +261,7 @@ def tp_inside_dp(rank: int) -> TrainingCase:
     model = tensor_parallel(mesh["tp"])
 
     def backward(control: Any, step: int) -> None:
-        control.backward(loss_of(model, step, rank // 2, 2, 8, 8))
+        control.backward(loss_of(model, step, rank // 2, *SEQUENCES))
         average(model, mesh["dp"].get_group())
 
     return case_of(model, rank, backward, options={"mesh": mesh})
@@ -269,9 +273,6 @@ def tp_inside_ddp(rank: int) -> TrainingCase:
     model = nn.parallel.DistributedDataParallel(tensor_parallel(mesh["tp"]), device_mesh=mesh["dp"])
     params, split = dict(model.named_parameters()), ("up.weight", "up.bias", "down.weight")
 
-    def backward(control: Any, step: int) -> None:
-        control.backward(loss_of(model, step, rank // 2, 2, 8, 8))
-
     def write_inf() -> None:
         if rank % 2:  # After the all-reduce of DDP, so on every replica of this shard.
             params["module.up.weight"].grad.view(-1)[0] = math.inf
@@ -279,7 +280,8 @@ def tp_inside_ddp(rank: int) -> TrainingCase:
     def key(name: str) -> Any:
         return (name, rank % 2) if name in split else name
 
-    return case_of(model, rank, backward, options={"mesh": mesh}, key=key, write_inf=write_inf)
+    given = {"options": {"mesh": mesh}, "key": key, "write_inf": write_inf}
+    return case_of(model, rank, part=rank // 2, shape=SEQUENCES, **given)
 
 
 def fsdp2_over_tp(rank: int) -> TrainingCase:
@@ -288,11 +290,7 @@ def fsdp2_over_tp(rank: int) -> TrainingCase:
 
     mesh = grid("dp", "tp")
     model: Any = fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["dp"])
-
-    def backward(control: Any, step: int) -> None:
-        control.backward(loss_of(model, step, rank // 2, 2, 8, 8))
-
-    return case_of(model, rank, backward, options={"mesh": mesh})
+    return case_of(model, rank, part=rank // 2, shape=SEQUENCES, options={"mesh": mesh})
 
 
 def hsdp_over_tp(rank: int) -> TrainingCase:
@@ -300,11 +298,7 @@ def hsdp_over_tp(rank: int) -> TrainingCase:
 
     mesh = mesh_of((dist.get_world_size() // 4, 2, 2), ("replicate", "shard", "tp"))
     model: Any = fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["replicate", "shard"])
-
-    def backward(control: Any, step: int) -> None:
-        control.backward(loss_of(model, step, rank // 2, 2, 8, 8))
-
-    return case_of(model, rank, backward, options={"mesh": mesh})
+    return case_of(model, rank, part=rank // 2, shape=SEQUENCES, options={"mesh": mesh})
 
 
 # --- DTensors by hand ------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gradilocks
 
-ORDERS = (2.0, 1.0, math.inf)
+ORDERS = (2.0, 1.0, 3.0, math.inf)
 
 
 def whole_grads(params: list[Any]) -> list[Tensor]:

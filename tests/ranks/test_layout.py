@@ -8,18 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from parallel_models import mesh_of
 from rank_world import caught, world
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradilocks.ranks import layout as layouts
 from gradilocks.ranks.layout import format_ranks, layout_of
-
-
-def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def params_of(model: nn.Module) -> tuple[list[Any], list[str]]:

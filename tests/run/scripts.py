@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,9 @@ from typing import Any
 from unittest import mock
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch._dynamo", "gradilocks.run.hooks", "gradilocks.control"])
+_context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "gradilocks.cli", "gradilocks.run.hooks", "gradilocks.control", "gradilocks.view.report"]
+)
 
 
 @dataclass(frozen=True)
@@ -54,26 +57,36 @@ def _run(script: Path | str, arguments: tuple[str, ...], cwd: Path, options: dic
     if not isinstance(script, Path):
         (cwd / "train.py").write_text(script)
         script = cwd / "train.py"
-    command = [str(script), *arguments]
-    process = _context.Process(target=_child, args=(command, str(cwd), options))
-    # The child would import the main module, which is pytest's.
-    with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
-        process.start()
-    process.join(120)
-    assert process.exitcode is not None, "the script did not end"
+    exit_code = call_in_child(_script, ([str(script), *arguments], options), cwd)
     file = cwd / "run.jsonl"
     lines = (
         [json.loads(line) for line in file.read_text().splitlines()] if options is not None and file.exists() else []
     )
-    return Finished(process.exitcode, (cwd / "out").read_text(), (cwd / "err").read_text(), lines)
+    return Finished(exit_code, (cwd / "out").read_text(), (cwd / "err").read_text(), lines)
 
 
-def _child(command: list[str], cwd: str, options: dict[str, Any] | None) -> None:
+def call_in_child(function: Callable[..., None], arguments: tuple[Any, ...], cwd: Path, **environment: str) -> int:
+    """Calls a function in a new process whose output goes to the files `out` and `err` in `cwd`; its exit code."""
+    process = _context.Process(target=_child, args=(function, arguments, str(cwd), environment))
+    # The child would import the main module, which is pytest's.
+    with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
+        process.start()
+    process.join(120)
+    assert process.exitcode is not None, "the process did not end"
+    return process.exitcode
+
+
+def _child(function: Callable[..., None], arguments: tuple[Any, ...], cwd: str, environment: dict[str, str]) -> None:
     os.chdir(cwd)
+    os.environ.update(environment)
     multiprocessing.set_start_method("fork", force=True)  # Not the method of the test's own process.
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False, encoding="utf-8") for number in (1, 2))  # noqa: SIM115
+    function(*arguments)
+
+
+def _script(command: list[str], options: dict[str, Any] | None) -> None:
     if options is None:
         sys.argv[:] = command
         runpy.run_path(command[0], run_name="__main__")

@@ -93,20 +93,6 @@ def test_the_scripts_file_is_absolute_as_in_python(tmp_path):
     assert f'File "{tmp_path / "train.py"}", line 1' in done.stderr
 
 
-def test_the_label_shows_the_scripts_arguments(tmp_path):
-    finished = run_recorded(TRAIN, "--lr", "3e-4", cwd=tmp_path)
-    (header,) = finished.of_kind("header")
-    assert header["label"] == "train.py --lr 3e-4"
-    assert header["source"] == "run"
-
-
-def test_a_script_without_torch_leaves_no_file(tmp_path):
-    (tmp_path / "train.py").write_text("import os; os.environ['A'] = '1'; print('done')")
-    done = process("train.py", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
-    assert not (tmp_path / "run.jsonl").exists() or not (tmp_path / "run.jsonl").read_text()
-
-
 def test_torch_is_imported_by_the_script_after_its_own_settings(tmp_path):
     text = "import os, sys\nassert 'torch' not in sys.modules\nos.environ['OMP_NUM_THREADS'] = '1'\n" + TRAIN
     (tmp_path / "train.py").write_text(text + "assert torch.get_num_threads() == 1")
@@ -115,43 +101,11 @@ def test_torch_is_imported_by_the_script_after_its_own_settings(tmp_path):
     assert (tmp_path / "run.jsonl").read_text().count('"kind":"step"') == 6
 
 
-def test_a_module_runs_with_m(tmp_path):
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("")
-    (tmp_path / "package" / "train.py").write_text(TRAIN)
-    done = process("-m", "package.train", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert '"label":"package.train"' in (tmp_path / "run.jsonl").read_text()
-
-
-def test_a_run_file_that_exists_is_an_error_before_the_script_starts(tmp_path):
-    script, output = tmp_path / "train.py", tmp_path / "run.jsonl"
-    script.write_text("raise SystemExit('started')")
-    output.write_text("kept\n")
-    with pytest.raises(GradilocksError, match="exists"):
-        run_script([str(script)], Options(output))
-    assert output.read_text() == "kept\n"
-
-
-def test_a_run_file_that_cannot_be_written_is_an_error_before_the_script_starts(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("raise SystemExit('started')")
-    with pytest.raises(GradilocksError, match="cannot be written"):
-        run_script([str(script)], Options(script / "run.jsonl"))
-
-
 def test_a_missing_script_and_a_wrong_guard_are_errors(tmp_path):
     with pytest.raises(GradilocksError, match=r"script 'absent\.py' does not exist"):
         run_script(["absent.py"])
     with pytest.raises(ValueError, match="guard must be 'skip', 'stop' or None, got 'halt'"):
         Options(guard="halt")
-
-
-def test_append_continues_a_file(tmp_path):
-    run_recorded(TRAIN, cwd=tmp_path)
-    finished = run_recorded(TRAIN, cwd=tmp_path, overwrite=False, append=True)
-    assert len(finished.of_kind("header")) == 2
-    assert [line["step"] for line in finished.of_kind("start")] == [0, 0]
 
 
 def test_sigterm_closes_the_file_and_ends_the_process_by_the_signal(tmp_path):

@@ -9,19 +9,10 @@ import torch
 from torch import nn
 
 import gradilocks
-from control.given_gradients import PATHS, loss_giving
+from control.given_gradients import MAKERS, OWN_OPTIMIZERS, PATHS, loss_giving, params_of
 from gradilocks import GradientControl, kernels
 
-MAKERS = {
-    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-    "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
-    "own AdamW": lambda ps: gradilocks.optim.AdamW(ps, lr=0.01),
-    "own SGD": lambda ps: gradilocks.optim.SGD(ps, lr=0.1, momentum=0.9),
-}
-
-
-def params_of(optimizer):
-    return optimizer.param_groups[0]["params"]
+EVERY = MAKERS | {"own SGD": OWN_OPTIMIZERS["own SGD"]}
 
 
 def fill_freed_memory(params):
@@ -91,21 +82,21 @@ def train(make, change, device):
 
 @pytest.mark.parametrize("device", PATHS[1:], indirect=True)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", EVERY)
 def test_changes_between_backward_and_step_are_noticed(name, change, device, monkeypatch):
-    found = train(MAKERS[name], change, device)
+    found = train(EVERY[name], change, device)
     monkeypatch.setitem(kernels.BACKENDS, device, kernels.reference)
-    expected = train(MAKERS[name], change, device)
+    expected = train(EVERY[name], change, device)
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     for p, q in zip(found[1], expected[1], strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", PATHS[1:], indirect=True)  # torch's own operations crash.
-@pytest.mark.parametrize("name", ["SGD", "own AdamW"])
+@pytest.mark.parametrize("name", ["SGD momentum", "own AdamW"])
 def test_a_gradient_whose_storage_was_freed_is_refused(name, device):
     p, q = nn.Parameter(torch.ones(1000, device=device)), nn.Parameter(torch.ones(10, device=device))
-    control = GradientControl(MAKERS[name]([p, q]), clip=1.0)
+    control = GradientControl(EVERY[name]([p, q]), clip=1.0)
     for step in range(3):
         control.zero_grad()
         control.backward(loss_giving((p, 1.0), (q, 1.0)))
@@ -142,7 +133,7 @@ def test_a_parameter_or_state_whose_storage_was_freed_is_refused(what, step, dev
 @pytest.mark.parametrize("name", ["own AdamW", "own SGD"])
 def test_state_that_was_replaced_by_hand_is_not_read_after_it_is_freed(name, device):
     p = nn.Parameter(torch.ones(1000, device=device))
-    optimizer = MAKERS[name]([p])
+    optimizer = EVERY[name]([p])
     control = GradientControl(optimizer)
     key = "exp_avg" if "Adam" in name else "momentum_buffer"
     for step in range(4):

@@ -7,15 +7,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import gradilocks
-from control.given_gradients import INF, PATHS, loss_giving, use_path
-from gradilocks import AdaGC, ClipByValue, GradientControl, HeadroomScale, kernels
+from control.given_gradients import INF, MAKERS, PATHS, loss_giving, use_path
+from gradilocks import AdaGC, ClipByValue, GradientControl, HeadroomScale, clip_grad_norm_, kernels
 
-MAKERS = {
-    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-    "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
-    "own AdamW": lambda ps: gradilocks.optim.AdamW(ps, lr=0.01),
-}
 FUNCTIONS = ("measure", "norm", "multiply_", "clamp_", "unscale_")
 
 
@@ -41,7 +35,9 @@ def calls(monkeypatch):
     for name in FUNCTIONS:
         count(kernels, name)
     if kernels.has_kernels("cpu"):
-        count(kernels.backend_for("cpu").AddressTable, "measure")
+        extension = kernels.backend_for("cpu")
+        count(extension.AddressTable, "measure")
+        count(extension, "adam")
     return found
 
 
@@ -63,17 +59,25 @@ def test_a_step_measures_once_and_multiplies_at_most_once(path, name, options, c
     # In plain torch the global norm is enough for a finite step under the plain rules.
     is_norm_enough = path == "torch" and not isinstance(options.get("scale"), HeadroomScale)
     reads = ["norm"] if is_norm_enough else ["measure"]
+    writes = {("SGD momentum", path): ["multiply_"], ("own AdamW", "C"): ["adam"]}.get((name, path), [])
     for _ in range(3):
         calls.clear()
         iteration(control, params)
-        assert calls == ([*reads, "multiply_"] if name == "SGD" else reads)
+        assert calls == reads + writes
     calls.clear()
     iteration(control, params, INF)
     assert calls == (["norm", "measure"] if is_norm_enough else ["measure"])
     calls.clear()
     iteration(control, params, unscale=True)
     has_scale = options.get("scale", 1) is not None
-    assert calls == (["unscale_"] if has_scale else []) + ([*reads, "multiply_"] if name == "SGD" else reads)
+    assert calls == (["unscale_"] if has_scale else []) + reads + writes
+
+
+def test_clip_grad_norm_reads_and_writes_gradients_once(calls):
+    params = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(5))]
+    loss_giving(*((p, 1.0) for p in params)).backward()
+    clip_grad_norm_(params, 1e-3)
+    assert calls == ["norm", "multiply_"]
 
 
 def test_policies_per_tensor_and_value_add_one_write_each(calls):
@@ -116,7 +120,7 @@ def test_no_buffer_of_the_gradients_size_is_allocated(path, name, monkeypatch):
     use_path(path, monkeypatch)
     params = [nn.Parameter(torch.ones(100_000)), nn.Parameter(torch.ones(50_000))]
     control = GradientControl(MAKERS[name](params), clip=1.0)
-    if name == "SGD":
+    if name == "SGD momentum":
         # torch's own step allocates; only what happens before it counts.
         control.optimizers[0].step = lambda: None
     for _ in range(3):

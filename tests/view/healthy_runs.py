@@ -101,6 +101,27 @@ def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Seque
     return nn.Sequential(*layers[:-1])
 
 
+def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def classify(
+    steps: int,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    *,
+    rows: int = 32,
+    noise: float = 2.0,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Trains a classifier for some steps."""
+    for _ in range(steps):
+        x, y = classes(rows, noise=noise)
+        update(optimizer, F.cross_entropy(model(x.to(dtype)), y))
+
+
 # --- language ------------------------------------------------------------------------------------
 
 
@@ -126,9 +147,7 @@ def gpt_during_its_warm_up_only() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     for step in range(60):
         optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1) / 2000
-        optimizer.zero_grad()
-        next_token(model, sentences(8)).backward()
-        optimizer.step()
+        update(optimizer, next_token(model, sentences(8)))
 
 
 @healthy
@@ -187,9 +206,7 @@ def cnn_with_batch_norm() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     for _ in range(150):
         images, labels = pictures(32)
-        optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
-        optimizer.step()
+        update(optimizer, F.cross_entropy(model(images), labels))
 
 
 @healthy
@@ -207,9 +224,7 @@ def gan() -> None:
         bce(critic(real), real_label).backward()
         bce(critic(fake.detach()), fake_label).backward()
         d_optimizer.step()
-        g_optimizer.zero_grad()
-        bce(critic(fake), real_label).backward()
-        g_optimizer.step()
+        update(g_optimizer, bce(critic(fake), real_label))
 
 
 @healthy
@@ -219,14 +234,10 @@ def wasserstein_gan() -> None:
     c_optimizer = torch.optim.RMSprop(critic.parameters(), lr=5e-4)
     for _ in range(120):
         real, fake = torch.randn(32, 2) * 0.3 + 1, generator(torch.randn(32, 4))
-        c_optimizer.zero_grad()
-        (critic(fake.detach()).mean() - critic(real).mean()).backward()
-        c_optimizer.step()
+        update(c_optimizer, critic(fake.detach()).mean() - critic(real).mean())
         for param in critic.parameters():
             param.data.clamp_(-0.1, 0.1)
-        g_optimizer.zero_grad()
-        (-critic(fake).mean()).backward()
-        g_optimizer.step()
+        update(g_optimizer, -critic(fake).mean())
 
 
 @healthy
@@ -237,9 +248,7 @@ def diffusion_model() -> None:
         clean = torch.randn(32, 2) * 0.1 + torch.tensor([1.0, 0.0])
         time, noise = torch.rand(32, 1), torch.randn(32, 2)
         noisy = (1 - time).sqrt() * clean + time.sqrt() * noise
-        optimizer.zero_grad()
-        F.mse_loss(model(torch.cat([noisy, time], 1)), noise).backward()
-        optimizer.step()
+        update(optimizer, F.mse_loss(model(torch.cat([noisy, time], 1)), noise))
 
 
 @healthy
@@ -253,9 +262,7 @@ def contrastive_pairs() -> None:
         one, other = (F.normalize(encoder(view), dim=1) for view in views)
         logits = temperature.exp() * one @ other.T
         loss = F.cross_entropy(logits, torch.arange(32))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
 
 
 @healthy
@@ -268,9 +275,7 @@ def variational_autoencoder() -> None:
         drawn = mean + torch.randn_like(mean) * (log_var / 2).exp()
         kl = -0.5 * (1 + log_var - mean**2 - log_var.exp()).sum(1).mean()
         loss = F.mse_loss(decode(drawn), x, reduction="sum") / 64 + kl
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
 
 
 # --- reinforcement learning ----------------------------------------------------------------------
@@ -288,9 +293,7 @@ def policy_gradient() -> None:
         reward = (action == state[:, :3].argmax(1)).float()
         loss = -(chosen.log_prob(action) * (reward - baseline)).mean()
         baseline = 0.9 * baseline + 0.1 * float(reward.mean())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
 
 
 @healthy
@@ -306,9 +309,7 @@ def q_learning() -> None:
             target_value = reward + 0.9 * target(following).max(1).values
         value = online(state).gather(1, action[:, None]).squeeze(1)
         loss = F.smooth_l1_loss(value, target_value)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
         if step % 20 == 0:
             target.load_state_dict(online.state_dict())
 
@@ -331,12 +332,7 @@ def fine_tuning_with_frozen_layers() -> None:
     model = mlp(16, 64, 64, 4)
     for param in model[0].parameters():
         param.requires_grad = False
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # With the frozen ones.
-    for _ in range(120):
-        x, y = classes(32, noise=2.0)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    classify(120, torch.optim.AdamW(model.parameters(), lr=1e-3), model)  # With the frozen ones.
 
 
 @healthy
@@ -351,9 +347,7 @@ def low_rank_adapters() -> None:
         x, y = classes(64)
         hidden = base[0](x) + up(down(x))
         loss = F.cross_entropy(base[2](base[1](hidden)), (y + 1) % 4)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
 
 
 @healthy
@@ -383,9 +377,7 @@ def differential_equation() -> None:
         value = model(at)
         (slope,) = torch.autograd.grad(value.sum(), at, create_graph=True)
         begin = (model(torch.zeros(1, 1)) - 1).square().mean()
-        optimizer.zero_grad()
-        ((slope + value).square().mean() + begin).backward()
-        optimizer.step()
+        update(optimizer, (slope + value).square().mean() + begin)
 
 
 @healthy
@@ -394,10 +386,7 @@ def warm_restarts() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=50)
     for _ in range(200):
-        x, y = classes(16, noise=3.0)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        classify(1, optimizer, model, rows=16, noise=3.0)
         schedule.step()
 
 
@@ -425,10 +414,7 @@ def averaged_weights() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     schedule = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=5)
     for step in range(200):
-        x, y = classes(32, noise=2.0)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        classify(1, optimizer, model)
         if step >= 100 and step % 5 == 0:
             averaged.update_parameters(model)
             schedule.step()
@@ -437,12 +423,7 @@ def averaged_weights() -> None:
 @healthy
 def one_sample_per_batch() -> None:
     model = mlp(16, 32, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(400):
-        x, y = classes(1, noise=3.0)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    classify(400, torch.optim.SGD(model.parameters(), lr=0.01), model, rows=1, noise=3.0)
 
 
 @healthy
@@ -452,9 +433,7 @@ def regression_to_a_loss_near_zero() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     x = torch.randn(64, 8)
     for _ in range(400):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), x @ truth).backward()
-        optimizer.step()
+        update(optimizer, F.mse_loss(model(x), x @ truth))
 
 
 @healthy
@@ -462,20 +441,13 @@ def a_tiny_model() -> None:
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for _ in range(12):
-        optimizer.zero_grad()
-        ((weight - 3) ** 2).sum().backward()
-        optimizer.step()
+        update(optimizer, ((weight - 3) ** 2).sum())
 
 
 @healthy
 def a_deep_net_without_residuals() -> None:
     model = mlp(16, *[32] * 6, 4, activation=nn.Tanh)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _ in range(200):
-        x, y = classes(32)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    classify(200, torch.optim.Adam(model.parameters(), lr=1e-3), model, noise=1.0)
 
 
 @healthy
@@ -488,32 +460,16 @@ def mixture_of_experts() -> None:
         weights, chosen = gate(x).softmax(1).max(1)
         rows = torch.stack([experts[int(k)](x[i]) for i, k in enumerate(chosen)])
         loss = F.cross_entropy(rows * weights[:, None] * 4, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
 
 
 @healthy
 def weights_in_bfloat16() -> None:
     model = mlp(16, 64, 4).to(torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(150):
-        x, y = classes(32, noise=2.0)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x.to(torch.bfloat16)), y).backward()
-        optimizer.step()
+    classify(150, torch.optim.SGD(model.parameters(), lr=0.1), model, dtype=torch.bfloat16)
 
 
 # --- losses that do not simply fall -----------------------------------------------------------------------------------
-
-
-def classify(steps: int, optimizer: torch.optim.Optimizer, model: nn.Module, *, noise: float = 2.0) -> None:
-    """Trains a classifier for some steps."""
-    for _ in range(steps):
-        x, y = classes(32, noise=noise)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
 
 
 @healthy
@@ -551,9 +507,7 @@ def divergence_from_a_reference_that_begins_at_zero() -> None:
         advantage = reward - reward.mean(1, keepdim=True)
         weight = (log - log.detach()).exp() * advantage
         loss = 0.1 * F.kl_div(log, base, log_target=True, reduction="batchmean") - weight.mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
 
 
 @healthy
@@ -565,9 +519,7 @@ def values_that_grow_with_the_targets() -> None:
         state = torch.rand(64, 3)
         with torch.no_grad():
             wanted = 1 + 0.99 * target(0.9 * state + 0.1 * torch.rand(64, 3))
-        optimizer.zero_grad()
-        F.mse_loss(model(state), wanted).backward()
-        optimizer.step()
+        update(optimizer, F.mse_loss(model(state), wanted))
         if step % 10 == 0:
             target.load_state_dict(model.state_dict())
 
@@ -584,9 +536,7 @@ def model_agnostic_meta_learning() -> None:
             fast = copy.deepcopy(model)
             inner = torch.optim.SGD(fast.parameters(), lr=0.01)
             for _ in range(2):
-                inner.zero_grad()
-                F.mse_loss(fast(x), (x + phase).sin()).backward()
-                inner.step()
+                update(inner, F.mse_loss(fast(x), (x + phase).sin()))
             fast.zero_grad()
             F.mse_loss(fast(test), (test + phase).sin()).backward()
             for param, copied in zip(model.parameters(), fast.parameters(), strict=True):
@@ -617,9 +567,7 @@ def a_second_task_after_the_first() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(150):
         x, y = classes(32)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y if step < 130 else (y + 1) % 4).backward()
-        optimizer.step()
+        update(optimizer, F.cross_entropy(model(x), y if step < 130 else (y + 1) % 4))
 
 
 @healthy
@@ -630,9 +578,7 @@ def triplets_that_are_soon_solved() -> None:
         (x, y), (other, z) = classes(32, noise=0.3), classes(32, noise=0.3)
         positive = x + 0.1 * torch.randn_like(x)
         loss = F.triplet_margin_loss(*map(encoder, (x, positive, torch.where((y == z)[:, None], -x, other))))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
 
 
 @healthy
@@ -641,9 +587,7 @@ def a_hinge_loss_that_is_solved_in_a_few_steps() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(200):
         x, y = classes(32, noise=0.1)
-        optimizer.zero_grad()
-        (1 - model(x).squeeze(1) * (2.0 * (y == 0) - 1)).clamp(min=0).mean().backward()
-        optimizer.step()
+        update(optimizer, (1 - model(x).squeeze(1) * (2.0 * (y == 0) - 1)).clamp(min=0).mean())
 
 
 @healthy
@@ -654,9 +598,7 @@ def a_density_whose_loss_falls_far_below_zero() -> None:
         x = torch.rand(64, 1)
         mean, log_std = model(x).chunk(2, dim=1)
         loss = 50 * (0.5 * ((x - mean) / log_std.exp()) ** 2 + log_std).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
 
 
 @healthy
@@ -670,12 +612,8 @@ def actor_and_critic() -> None:
         action = chosen.sample()
         reward = (action == state[:, :3].argmax(1)).float()
         value = critic(state).squeeze(1)
-        critic_optimizer.zero_grad()
-        F.mse_loss(value, reward).backward()
-        critic_optimizer.step()
-        actor_optimizer.zero_grad()
-        (-chosen.log_prob(action) * (reward - value.detach())).mean().backward()
-        actor_optimizer.step()
+        update(critic_optimizer, F.mse_loss(value, reward))
+        update(actor_optimizer, (-chosen.log_prob(action) * (reward - value.detach())).mean())
 
 
 @healthy
@@ -703,9 +641,7 @@ def a_loss_term_that_is_switched_on_later() -> None:
         loss = F.cross_entropy(model(x), y)
         if step >= 100:
             loss = loss + 100 * F.cross_entropy(model(torch.randn(64, 16)), torch.randint(4, (64,)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
 
 
 @healthy
@@ -778,9 +714,7 @@ def sparse_autoencoder() -> None:
         hidden = encode(x).relu()
         top = hidden.topk(4, dim=1)
         code = torch.zeros_like(hidden).scatter(1, top.indices, top.values)
-        optimizer.zero_grad()
-        F.mse_loss(decode(code), x).backward()
-        optimizer.step()
+        update(optimizer, F.mse_loss(decode(code), x))
 
 
 @healthy
@@ -812,9 +746,7 @@ def rare_batches_with_large_gradients() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     for step in range(300):
         x, y = classes(32, noise=2.0)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x * (5 if step % 90 == 89 else 1)), y).backward()
-        optimizer.step()
+        update(optimizer, F.cross_entropy(model(x * (5 if step % 90 == 89 else 1)), y))
 
 
 @healthy
@@ -825,9 +757,7 @@ def word_vectors() -> None:
         word = torch.randint(2000, (64,))
         near, far = (word + 1) % 2000, torch.randint(2000, (64,))
         positive, negative = ((table(word) * table(other)).sum(1) for other in (near, far))
-        optimizer.zero_grad()
-        (F.softplus(-positive) + F.softplus(negative)).mean().backward()
-        optimizer.step()
+        update(optimizer, (F.softplus(-positive) + F.softplus(negative)).mean())
 
 
 def _few_steps(steps: int) -> Train:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from view.healthy_runs import TiedGPT, classes, mlp, next_token, sentences
+from view.healthy_runs import TiedGPT, classes, classify, mlp, next_token, sentences, update
 
 Train = Callable[[], object]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -110,9 +110,7 @@ def gpt_in_float16_without_scaling() -> None:
     for param in model.parameters():
         param.register_hook(lambda grad: (grad / 2**20).half().float() * 2**20)
     for _ in range(60):
-        optimizer.zero_grad()
-        next_token(model, sentences(4)).backward()
-        optimizer.step()
+        update(optimizer, next_token(model, sentences(4)))
 
 
 def clipped_before_unscale(*, unscales: bool, size: float = 0.1) -> Train:
@@ -149,11 +147,7 @@ def backward_that_never_runs() -> None:
 def bfloat16_weights_that_do_not_move() -> None:
     model = mlp(16, 64, 4).to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
-    for _ in range(60):
-        x, y = classes(16)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x.to(torch.bfloat16)), y).backward()
-        optimizer.step()
+    classify(60, optimizer, model, rows=16, noise=1.0, dtype=torch.bfloat16)
 
 
 def overflow_at_every_scale() -> None:

@@ -183,42 +183,11 @@ values = st.recursive(
 )
 fields = st.sampled_from(
     [
-        "step",
-        "optimizer",
-        "time",
-        "loss",
-        "scale",
-        "norm",
-        "limit",
-        "clipped",
-        "skipped",
-        "rejected",
-        "lr",
-        "nan",
-        "inf",
-        "norms",
-        "zeros",
-        "updates",
-        "names",
-        "class",
-        "settings",
-        "values",
-        "known",
-        "text",
-        "rank",
-        "status",
-        "exit_code",
-        "steps",
-        "verdict",
-        "severity",
-        "label",
-        "command",
-        "config",
-        "versions",
-        "git",
-        "device",
+        "step", "optimizer", "time", "loss", "scale", "norm", "limit", "clipped", "skipped", "rejected", "lr", "nan",
+        "inf", "norms", "zeros", "updates", "names", "class", "settings", "values", "known", "text", "rank", "status",
+        "exit_code", "steps", "verdict", "severity", "label", "command", "config", "versions", "git", "device",
     ]
-)
+)  # fmt: skip
 kinds = st.sampled_from(["header", "optimizer", "start", "step", "log", "culprit", "end", "other"])
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -190,19 +187,3 @@ def test_rank_files_are_found_by_name_and_ordered_by_rank(tmp_path: Path) -> Non
 def test_a_rank_file_can_be_read_alone(tmp_path: Path) -> None:
     made.write(tmp_path / "run.rank1.jsonl", [made.header(rank=1), *made.steps(2)])
     assert len(runfile.read(tmp_path / "run.rank1.jsonl").steps[0]) == 2
-
-
-# --- the border -------------------------------------------------------------------------------------------------------
-
-
-def test_the_viewer_imports_neither_torch_nor_the_rest_of_the_package() -> None:
-    code = """
-import sys
-from gradilocks.view import columns, figures, findings, ls, report, runfile, text, watch
-assert "torch" not in sys.modules
-print([name for name in sys.modules if name.startswith("gradilocks.") and not name.startswith("gradilocks.view")])
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ}
-    )
-    assert result.stdout.strip() == "['gradilocks._version']"
