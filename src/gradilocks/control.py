@@ -58,7 +58,8 @@ class GradientControl:
         clip: None, a number (largest norm), or a clip policy.
         on_nonfinite: "skip", or "raise" to raise NonFiniteGradient after a skipped step. "raise" waits for the device
             at every step.
-        give_up_after: raise NeverFinite after this many consecutive non-finite steps; None for no limit.
+        give_up_after: raise NeverFinite after this many consecutive non-finite steps; None for no limit. Every
+            `step(only=)` counts as a step, so that of an optimizer with finite gradients ends the run of another.
         mesh: DeviceMesh or ProcessGroup of the ranks that train the model; None for all ranks.
         distinct: names of the dimensions of `mesh` along which ranks hold different parameters, such as ("pp", "ep").
         share: function of (name, parameter) that returns the weight of this rank's elements in sums over ranks, or
@@ -120,7 +121,13 @@ class GradientControl:
         if self._state.policy is not None:
             for optimizer, phase in zip(optimizers, self._phases, strict=True):
                 if isinstance(optimizer, torch.optim.Optimizer):
-                    handle = optimizer.register_step_pre_hook(StepGuard(phase))
+                    try:
+                        handle = optimizer.register_step_pre_hook(StepGuard(phase))
+                    except AttributeError:  # Accelerate's, whose step and zero_grad do nothing while accumulating.
+                        raise TypeError(
+                            f"{type(optimizer).__name__} wraps an optimizer without calling Optimizer.__init__, so it "
+                            "has no step hooks. Pass the inner optimizer to GradientControl."
+                        ) from None
                     weakref.finalize(self, handle.remove)
         if record is not None:
             recorder: Any = record

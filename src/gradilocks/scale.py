@@ -263,7 +263,7 @@ def resolve_scale(scale: object) -> ScalePolicy | None:
         scale: None (no scaling), "dynamic", a number (StaticScale), or a policy.
 
     Raises:
-        TypeError: anything else.
+        TypeError: anything else, or a policy whose `init` or `update` returns the wrong type or keys.
     """
     if scale is None:
         return None
@@ -276,7 +276,17 @@ def resolve_scale(scale: object) -> ScalePolicy | None:
             "scale must be None, 'dynamic', a number or a scale policy such as DynamicScale(init_scale=1024.0), "
             f"got {scale!r}."
         )
-    return cast(ScalePolicy, scale)
+    policy = cast(ScalePolicy, scale)
+    state = policy.init()
+    new = policy.update(dict(state), torch.tensor(False), torch.tensor(1.0))
+    values: list[object] = [*state.values(), *new.values()]
+    is_valid = "scale" in state and set(new) == set(state)
+    if not is_valid or not all(isinstance(value, Tensor) and value.dim() == 0 for value in values):
+        raise TypeError(
+            f"init() and update() of {type(policy).__name__} must return dicts of 0-d tensors with the same keys, "
+            f"'scale' among them, got {state} and {new}."
+        )
+    return policy
 
 
 def check_scale(name: str, value: object) -> None:

@@ -40,6 +40,21 @@ def test_an_object_that_is_no_optimizer_raises(given, words):
         assert words in str(caught.value)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Without `super().__init__()`, as Accelerate's, whose `step` does nothing while gradients accumulate."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+
+    def step(self, closure=None):
+        self.optimizer.step()
+
+
+def test_a_wrapper_without_step_hooks_raises():
+    with pytest.raises(TypeError, match=r"Wrapper wraps an optimizer .* Pass the inner optimizer"):
+        GradientControl(Wrapper(sgd(parameter(1.0))))
+
+
 @pytest.mark.parametrize("groups", [[], [{"params": []}]])
 def test_a_control_without_parameters_raises(groups):
     with pytest.raises(ValueError, match="no parameters"):

@@ -199,6 +199,17 @@ def test_gradients_of_a_finished_step_that_were_not_cleared_raise(fused, micro_b
     assert not take_step(control, (p, 1.0)).skipped
 
 
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_leftovers_to_which_a_backward_that_builds_a_graph_has_added_raise():
+    p = parameter(1.0)
+    control = GradientControl(sgd(p))
+    take_step(control, (p, 1.0))
+    control.backward((p * p).sum(), create_graph=True)
+    with pytest.raises(ScaleMisuse, match="before the last step"):
+        control.step()
+    p.grad = None  # Otherwise it keeps the graph alive.
+
+
 def test_leftovers_at_either_end_of_the_parameters_raise():
     for cleared in (slice(1, None), slice(None, -1)):
         params = [parameter(1.0) for _ in range(4)]
@@ -223,6 +234,19 @@ def test_every_way_to_clear_gradients_is_recognized(clear, fused, device):
         assert control.step().norm == 2.0
         WAYS_TO_CLEAR[clear](control, optimizer)
     assert p.item() == pytest.approx(1.0 - 3 * 0.2)
+
+
+def test_gradients_may_be_cleared_between_scaling_the_loss_and_backward(device):
+    p = parameter(1.0, device=device)
+    optimizer = sgd(p)
+    scaler = GradientControl(optimizer).as_scaler()
+    for _ in range(3):
+        loss = scaler.scale(loss_giving((p, 1.0)))
+        optimizer.zero_grad()
+        loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert p.item() == pytest.approx(1.0 - 3 * 0.1)
 
 
 def test_gradients_that_wait_while_the_scale_moves_raise():

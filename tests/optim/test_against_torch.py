@@ -157,6 +157,19 @@ def test_gradients_with_other_strides_take_torchs_step(device):
     twins.assert_close(*optimizers, rtol=2e-6, atol=2e-7)
 
 
+def test_momentum_that_has_the_strides_of_an_earlier_gradient_is_read_in_order(device):
+    """torch's unfused SGD copies the strides of the first gradient; its fused one ignores them."""
+    own, other = (torch.nn.Parameter(torch.ones(4, 6, device=device)) for _ in "ab")
+    settings = {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}
+    optimizers = optim.SGD([own], **settings), torch.optim.SGD([other], **settings, foreach=False)
+    for param, optimizer in zip((own, other), optimizers, strict=True):
+        for step in range(3):
+            grad = torch.arange(24.0, device=device).view(6, 4).t() + step
+            param.grad = grad.contiguous() if step else grad
+            optimizer.step()
+    torch.testing.assert_close(own, other)
+
+
 def test_parameters_that_are_not_dense_take_torchs_step(extension):
     base = torch.ones(6, 6)
     params = [torch.nn.Parameter(base[:, ::2])]

@@ -43,6 +43,28 @@ def test_scale_resolves_none_dynamic_numbers_and_policies():
     assert resolve_scale(own) is own
 
 
+@pytest.mark.parametrize(
+    ("state", "new"),
+    [
+        ({"scale": 8.0}, {"scale": 8.0}),
+        ({"scale": torch.ones(1)}, {"scale": torch.ones(1)}),
+        ({"scale": torch.tensor(8.0)}, {}),
+        ({"scale": torch.tensor(8.0)}, {"scale": torch.tensor(8.0), "count": torch.tensor(1)}),
+        ({"loss_scale": torch.tensor(8.0)}, {"loss_scale": torch.tensor(8.0)}),
+    ],
+)
+def test_a_scale_policy_that_returns_the_wrong_type_or_keys_raises(state, new):
+    class Own:
+        def init(self):
+            return state
+
+        def update(self, state, overflow, largest):
+            return new
+
+    with pytest.raises(TypeError, match=r"init\(\) and update\(\) of Own must return dicts of 0-d tensors"):
+        resolve_scale(Own())
+
+
 def test_a_base_class_names_the_method_that_is_missing():
     with pytest.raises(NotImplementedError, match=r"ClipPolicy must define limit\(norms, total, state\)"):
         ClipPolicy().limit(torch.ones(1), torch.ones(()), {})

@@ -67,6 +67,22 @@ def test_a_parameter_that_is_listed_twice_counts_once() -> None:
     weight.grad = torch.tensor([3.0, 4.0])
     assert numbers(measure([weight, weight])) == (5.0, {"parameter 0": 5.0})
     assert numbers(measure([("w", weight), ("w", weight)])) == (5.0, {"w": 5.0})
+    assert numbers(measure([("encoder.w", weight), ("decoder.w", weight)])) == (5.0, {"encoder.w": 5.0})
+
+
+def test_two_parameters_of_one_name_are_an_error() -> None:
+    """Their norms have one key."""
+    layers = nn.Linear(2, 1), nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="two parameters have the name 'weight'"):
+        measure([pair for layer in layers for pair in layer.named_parameters()])
+
+
+@pytest.mark.parametrize(
+    "given", [dict(nn.Linear(2, 1).named_parameters()), torch.optim.SGD(nn.Linear(2, 1).parameters()).param_groups]
+)
+def test_anything_but_parameters_is_an_error(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"measure\(\) takes .*, got items of type (str|dict)"):
+        measure(given)
 
 
 def test_nothing_to_measure_is_an_error() -> None:

@@ -8,7 +8,7 @@ half precision on a CPU.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -85,7 +85,7 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         params = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
         fused = [group["fused"] for group in self.param_groups]
         is_fused = all(fused) and (
-            _are_contiguous([param for param, _ in params])
+            _are_contiguous([param for param, _ in params], self.state)
             or all(_has_one_layout(param, self.state.get(param, {})) for param, _ in params)
         )
         with_momentum = [param for param, group in params if group.get("momentum")]
@@ -166,13 +166,14 @@ def _masters_as_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             param.detach().copy_(master)
 
 
-def _are_contiguous(params: Sequence[Tensor]) -> bool:
-    """True if parameters and gradients are plain and contiguous, the common case: 20 us for 148 of them."""
-    tensors = [tensor for param in params for tensor in (param, param.grad)]
+def _are_contiguous(params: Sequence[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> bool:
+    """True if parameters, gradients and state are plain and contiguous, the common case: 60 us for 148 of them."""
+    tensors: list[Any] = [tensor for param in params for tensor in (param, param.grad)]
+    tensors += [value for entry in state.values() for value in entry.values()]
     return (
         set(map(type, tensors)) <= {Tensor, torch.nn.Parameter}
-        and {tensor.layout for tensor in tensors if tensor is not None} <= {torch.strided}
-        and all(map(Tensor.is_contiguous, tensors))  # type: ignore[arg-type]
+        and {tensor.layout for tensor in tensors} <= {torch.strided}
+        and all(map(Tensor.is_contiguous, tensors))
     )
 
 

@@ -166,7 +166,16 @@ def _names_and_tensors(params: Any) -> tuple[list[str], list[Tensor], tuple[nn.M
     if isinstance(params, nn.Module):
         tensors: list[Tensor] = [param for param in params.parameters() if param.requires_grad]
         return Names(params, ()).of(tensors), tensors, (params,)
-    items = [params] if isinstance(params, Tensor) else list(dict.fromkeys(params))
-    if not items or isinstance(items[0], Tensor):
-        return [f"parameter {i}" for i in range(len(items))], items, ()
-    return [name for name, _ in items], [tensor for _, tensor in items], ()
+    items = [params] if isinstance(params, Tensor) else list(params)
+    pairs = [item if isinstance(item, tuple) else (f"parameter {i}", item) for i, item in enumerate(items)]
+    if not all(len(pair) == 2 and isinstance(pair[1], Tensor) for pair in pairs):
+        kinds = ", ".join(sorted({type(item).__name__ for item in items}))
+        raise TypeError(f"measure() takes a module, parameters or (name, parameter) pairs, got items of type {kinds}.")
+    unique: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in pairs:
+        unique.setdefault(id(tensor), (name, tensor))
+    names = [name for name, _ in unique.values()]
+    if len(set(names)) < len(names):
+        name = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two parameters have the name {name!r}. Add a prefix: named_parameters(prefix='encoder').")
+    return names, [tensor for _, tensor in unique.values()], ()

@@ -135,11 +135,15 @@ class OptimizerPhase:
         self._check_leftovers()
 
     def _check_leftovers(self) -> None:
-        if any(flag for _, flag in self._leftovers):
-            raise ScaleMisuse(
-                "backward() has added to gradients from before the last step() or update(). Call zero_grad() after "
-                "every step()."
-            )
+        # A gradient that was cleared between scale_loss() and backward() is now another tensor; so is one to which a
+        # backward() with create_graph has added.
+        for mark, flag in self._leftovers:
+            grad = mark.param.grad
+            if grad is not None and (grad is mark.reference() or grad.requires_grad) and flag:
+                raise ScaleMisuse(
+                    "backward() has added to gradients from before the last step() or update(). Call zero_grad() after "
+                    "every step()."
+                )
 
     def enter(self, phase: Phase, overflow: Tensor | None = None) -> None:
         """Enters a phase other than SCALED, and marks the gradients to which it applies.
