@@ -1,4 +1,4 @@
-"""A run file read with pandas: one JSON object per line."""
+"""A run file read with pandas (`pip install pandas`): one JSON object per line."""
 
 import tempfile
 from pathlib import Path

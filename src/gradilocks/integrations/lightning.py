@@ -250,7 +250,7 @@ def control_for(fabric: Any, model: Any, optimizer: Any, *, scale: object = "aut
     strategy = fabric.strategy
     if isinstance(strategy.precision, _ControlledPrecision):
         raise ValueError(
-            "this Fabric has a GradientControl. Pass all optimizers in one call: control_for(fabric, model, [a, b])."
+            "this Fabric has a GradientControl. Pass all optimizers as one list; for another training, create a Fabric."
         )
     wrappers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     inner = [item.optimizer if _is_of_fabric(item) else item for item in wrappers]
