@@ -146,7 +146,8 @@ class HostStep:
             totals, statistics = Totals(norm, math.nan, 0.0, 0.0), _raise_unmeasured
             if detail:  # The decision keeps `norm`, so that a subscriber changes no bit.
                 measured = statistics_of(tensors, order=order, detail=True)
-                totals, statistics = totals._replace(largest=float(measured[1].amax())), partial(torch.clone, measured)
+                totals = Totals(norm, float(measured[STATISTICS.index("largest")].amax()), 0.0, 0.0)
+                statistics = partial(torch.clone, measured)
         elif addresses is None:
             return None
         else:
