@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +20,7 @@ from gradilocks.errors import NoGradients, ScaleMisuse
 from gradilocks.events import Callback, StepRecord, Subscribers
 from gradilocks.names import Names
 from gradilocks.outcome import Outcome, RankCheck, Streak, never_finite_error, nonfinite_error
-from gradilocks.ranks.collective import common_to_all, handshake
+from gradilocks.ranks.collective import common_to_all, handshake, reduce_powers
 from gradilocks.ranks.layout import Layout, ShareFunction, is_dtensor, layout_of, replicas_of
 from gradilocks.scale import check_scale, resolve_scale
 from gradilocks.schedule import Scheduler
@@ -235,6 +236,8 @@ class GradientControl:
         if new_scale is not None:
             self._set_scale(new_scale)
         elif decisions or flags:
+            if flags and self._layout is not None:  # `unscale_` has checked only this rank's gradients.
+                flags = [reduce_powers(torch.stack(flags), self._layout, math.inf, over="group").amax()]
             self._state.update_scale_for(decisions, flags)
         elif all(phase.phase is not Phase.USED for phase in self._phases):
             raise ScaleMisuse(

@@ -92,7 +92,10 @@ class Outcome:
 
     @property
     def clipped(self) -> bool:
-        """True if clipping changed the gradients; False for a skipped step."""
+        """True if clipping changed the gradients; False for a skipped step.
+
+        With policies for groups, tensors or rows, pipeline stages and experts report their own gradients only.
+        """
         return self._read("clipped") > 0
 
     @property

@@ -88,6 +88,7 @@ def clip_in_layouts(rank: int) -> list[Any]:
     for order in ORDERS:
         cases = {
             "one mesh": [placed(flat, 1, Shard(0)), placed(flat, 2, Replicate())],
+            "one mesh, created twice": [placed(line(), 1, Shard(0)), placed(line(), 2, Shard(1), shape=(3, 5))],
             "a grid": [placed(mesh, 1, Shard(0), Shard(1)), placed(mesh, 2, Replicate(), Shard(0))],
             "experts": [placed(flat, 1, Shard(0)), placed(mesh, 2, Shard(1), Shard(0), shape=(4, 6, 2))],
             "a part of the world": [placed(mesh["tp"], 1, Shard(0))],

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -260,3 +264,22 @@ def test_wrong_layouts_are_errors_on_every_rank() -> None:
     for unknown, different in world(4).run(errors):
         assert unknown == "distinct= names pp, but mesh= has dimensions dp, tp."
         assert different == "RanksDiffer"
+
+
+_EXIT = """
+import atexit, gc, sys, weakref
+atexit.register(lambda: print("freed" if gc.collect() >= 0 and group() is None else "alive"))
+import torch, torch.distributed as dist, gradilocks
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+param = torch.nn.Parameter(torch.ones(2))
+param.grad = torch.ones(2)
+gradilocks.measure(param)
+dist.destroy_process_group()
+"""
+
+
+def test_no_process_group_is_kept_until_the_interpreter_ends(tmp_path: Path) -> None:
+    run = [sys.executable, "-c", _EXIT, str(tmp_path / "store")]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    assert subprocess.run(run, capture_output=True, text=True, env=environment).stdout == "freed\n"

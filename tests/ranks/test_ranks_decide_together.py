@@ -141,6 +141,35 @@ def test_an_overflow_that_unscale_found_on_one_rank_skips_everywhere() -> None:
     assert world(4).run(unscaled_by_hand) == [[True, 4.0]] * 4
 
 
+def unscaled_without_a_step(rank: int) -> float:
+    model = sharded()
+    control = control_of(model)
+    backward(control, model, rank)
+    write(model, {"head.weight": math.inf} if rank == 2 else {})
+    control.unscale_()
+    control.update()  # The script discards the gradients itself.
+    return control.scale
+
+
+def test_an_update_without_a_step_lowers_the_scale_of_every_rank() -> None:
+    assert world(4).run(unscaled_without_a_step) == [4.0] * 4
+
+
+def unscaled_on_one_rank(rank: int) -> Any:
+    model = sharded()
+    control = control_of(model)
+    backward(control, model, rank)
+    if rank == 0:
+        control.unscale_()
+    return caught(control.step)
+
+
+def test_gradients_that_only_some_ranks_unscaled_are_an_error_on_every_rank() -> None:
+    for kind, message in world(4).run(unscaled_on_one_rank):
+        assert kind == "RanksDiffer"
+        assert message.startswith("scale differs: 8 after unscale_() on rank 0, 8 on ranks 1-3. The step was skipped")
+
+
 def one_optimizer_at_a_time(rank: int) -> list[Any]:
     model = sharded()
     body, head = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.body, model.head))

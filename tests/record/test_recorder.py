@@ -155,7 +155,10 @@ def test_non_finite_numbers_are_strings(tmp_path):
     assert end["final_loss"] == of_kind(path, "step")[-1]["loss"]
 
 
-def test_recording_changes_no_bit(tmp_path):
+@pytest.mark.parametrize("has_extension", [True, False])
+def test_recording_changes_no_bit(tmp_path, monkeypatch, has_extension):
+    if not has_extension:
+        monkeypatch.setitem(gradilocks.kernels.BACKENDS, "cpu", None)
     results = []
     for record in (None, Recorder(tmp_path / "run.jsonl", every=3, detail_every=2)):
         model, control = make(record)

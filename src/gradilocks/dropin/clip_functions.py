@@ -197,7 +197,7 @@ def _norm_over_ranks(mesh: Any, owners: Sequence[Any], grads: Sequence[Tensor | 
     """The norm of the DTensors on a mesh, 0-d float64. A collective of all ranks of the mesh."""
     by_shards: dict[int, list[Tensor | None]] = {1: []}
     for owner, grad in zip(owners, grads, strict=True):
-        if is_dtensor(owner) and owner.device_mesh is mesh:
+        if is_dtensor(owner) and owner.device_mesh == mesh:
             sizes = [
                 mesh.size(dim)
                 for dim, placement in enumerate(owner.placements)

@@ -233,6 +233,8 @@ class RecordedStep:
         else:
             self._write_loss(loss)
             self._replay("measure", partial(self._launch, measure=True, decide=False, unscaled=False, moves=False))
+            if overflow is not None:
+                self._own_row[RANK_ROW.index("scale")].neg_()
             self._buffers.rows.copy_(gather_rows(self._own_row, self._layout))
             self._replay((is_unscaled, moves), partial(self._launch, measure=False, decide=True, **flags))
         self.rows = self._buffers.rows

@@ -32,7 +32,7 @@ __all__ = [
 RANK_ROW = ("power", "nonfinite", "first_bad", "loss", "has_loss", "largest", "scale", "step")
 """Numbers of one rank and step, in float64: sum of share · norm ** p (the largest norm for p = inf), count of NaN and
 Inf, index of the last parameter in the list that has one, the first in backward order (-1 for none), loss, 1 if there
-is a loss, largest magnitude, scale, number of the step."""
+is a loss, largest magnitude, scale (negative if `unscale_` was called), number of the step."""
 
 
 def gather_rows(row: Tensor, layout: Layout) -> Tensor:
@@ -118,12 +118,13 @@ def describe_disagreement(rows: Tensor, layout: Layout) -> str:
     """Returns the message of RanksDiffer for rows that disagree. Waits for the device."""
     parts = []
     for name in ("scale", "step"):
-        values = [f"{value:g}" for value in rows[:, RANK_ROW.index(name)].tolist()]
+        numbers = rows[:, RANK_ROW.index(name)].tolist()
+        values = [f"{number:g}" if number > 0 else f"{-number:g} after unscale_()" for number in numbers]
         if len(set(values)) > 1:
             parts.append(f"{name} differs: {_by_rank(values, layout.ranks)}")
     return (
-        f"{'; '.join(parts)}. The step was skipped on every rank. Load the same checkpoint and call step() the same "
-        "number of times on every rank."
+        f"{'; '.join(parts)}. The step was skipped on every rank. Load the same checkpoint and make the same calls of "
+        "step() and unscale_() on every rank."
     )
 
 

@@ -373,9 +373,9 @@ def dtensor_spec(tensor: Tensor) -> Any:
 
 
 def meshes_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """The device meshes of the DTensors among `tensors`, each once."""
+    """The device meshes of the DTensors among `tensors`; `fully_shard` without `mesh=` creates equal ones."""
     distributed: list[Any] = [t for t in tensors if type(t) not in (nn.Parameter, Tensor) and is_dtensor(t)]
-    return list({id(tensor.device_mesh): tensor.device_mesh for tensor in distributed}.values())
+    return list(dict.fromkeys(tensor.device_mesh for tensor in distributed))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def local_row(
         "loss": torch.zeros_like(power) if loss is None else loss.to(power.device, power.dtype),
         "has_loss": torch.full_like(power, float(loss is not None)),
         "largest": largest.amax(),
-        "scale": state.scale.to(power.dtype),
+        "scale": (state.scale if overflow is None else -state.scale).to(power.dtype),
         "step": (state.steps + 1).to(power.dtype),
     }
     return torch.stack([numbers[name] for name in RANK_ROW])

@@ -19,6 +19,7 @@ from gradilocks.kernels.addresses import AddressReader
 from gradilocks.optim.fused_step import FusedStep
 from gradilocks.step.decide import Decision
 from gradilocks.step.gradients import dense_grads
+from gradilocks.step.measure import statistics_of
 from gradilocks.step.state import StepState
 
 __all__ = ["HostStep", "Totals", "decide_on_host"]
@@ -87,8 +88,8 @@ def decide_on_host(
 class HostStep:
     """Measures, decides and optionally updates the float32 parameters of one rank on a CPU.
 
-    The C extension measures every gradient; without it, plain torch measures the global norm only, which takes half the
-    time of a norm for each gradient.
+    The C extension measures every gradient; without it, plain torch measures the global norm, which takes half the time
+    of a norm for each gradient, and each gradient only if a subscriber needs it.
 
     Args:
         params: parameters whose gradients are measured.
@@ -134,15 +135,19 @@ class HostStep:
 
         Returns:
             None if this step needs torch operations: a gradient's layout is not its parameter's, or there is no C
-            extension and the gradients are not finite or per-tensor statistics are requested.
+            extension and the gradients are not finite.
         """
         addresses = None if self._table is None else self._reader.read_gradients(grads)
         if self._table is None:
-            order, present = self._clip.order, [grad for grad in dense_grads(self._params) if grad is not None]
-            norm = math.nan if detail else float(kernels.norm(present, order))
+            order, tensors = self._clip.order, dense_grads(self._params)
+            norm = float(kernels.norm([tensor for tensor in tensors if tensor is not None], order))
             if not math.isfinite(norm):
                 return None
             totals, statistics = Totals(norm, math.nan, 0.0, 0.0), _raise_unmeasured
+            if detail:  # The decision keeps `norm`, so that a subscriber changes no bit.
+                measured = statistics_of(tensors, order=order, detail=True)
+                totals = Totals(norm, float(measured[STATISTICS.index("largest")].amax()), 0.0, 0.0)
+                statistics = partial(torch.clone, measured)
         elif addresses is None:
             return None
         else:

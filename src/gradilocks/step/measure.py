@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -130,6 +131,8 @@ def measure(
 
 _layouts: dict[Any, tuple[list[weakref.ref[Tensor]], Layout | None, tuple[Sequence[str], ...]]] = {}
 """Cache of layouts. Finding one may search all objects of the process (0.1 s) and exchanges names between ranks."""
+# A gloo process group that is still referenced when the interpreter ends aborted the process in 1 of 5 runs.
+atexit.register(_layouts.clear)
 
 
 def _layout_and_names(
