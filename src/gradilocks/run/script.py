@@ -150,6 +150,8 @@ class _Session:
         if self._recorder is None or self._observer is None or self._hooks is None or os.getpid() != self._process:
             return RunResult(exit_code, None, 0, status, ())
         self._hooks.remove()
+        if self._hooks.error is not None and status == "finished":
+            status = f"recording stopped: {type(self._hooks.error).__name__}: {self._hooks.error}"
         self._recorder.close(status, exit_code=exit_code)
         steps, path = self._recorder.steps, self._recorder.path
         if not steps and not self._options.append:
