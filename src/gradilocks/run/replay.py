@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradilocks.names import WRAPPER_ATTRIBUTES
 from gradilocks.ranks.layout import is_dtensor
@@ -73,6 +74,8 @@ class Call:
     norms: list[Tensor] = field(default_factory=list)
     """0-d: norm of each output, to detect a replay with different outputs."""
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
+    storages: list[StorageWeakRef] = field(default_factory=list)
+    """Memory of the outputs, which detached outputs share."""
     received: dict[int, Tensor] = field(default_factory=dict)
     """Gradient of each output that received one, by the output's index."""
     is_differentiated_twice: bool = False
@@ -82,6 +85,7 @@ class Call:
         with contextlib.suppress(Exception):  # Tensors of torch.func and other subclasses may raise.
             found = _outputs(output)
             self.outputs = [weakref.ref(tensor) for tensor in found]
+            self.storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in found if not tensor.is_sparse]
             with torch.no_grad():
                 self.norms = [_norm(tensor) for tensor in found]
             for i, tensor in enumerate(found):
@@ -106,8 +110,8 @@ class Call:
 
     @property
     def is_unused(self) -> bool:
-        """True if no gradient has reached the outputs, and none can: a batch that the script has skipped."""
-        return self.has_graph and not self.received and not self.is_pending
+        """True if the outputs are gone and received no gradient, as of a batch that the script has skipped."""
+        return self.has_graph and not self.received and all(storage.expired() for storage in self.storages)
 
 
 def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
@@ -328,6 +332,8 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, is_truncated:
     bad = {id(param) for param in params}
     found = not bad or any(key in bad for replay in replays for key in replay.gradients)
     used = [replay for replay in replays if not replay.call.is_unused]
+    while used and not used[-1].call.has_graph and used[-1].output is not None and used[-1].output.source == "data":
+        del used[-1]  # A metric that received a loss of NaN or Inf, for example.
     for replay in used:  # The first of several micro-batches; within one call, the earliest operation.
         inside = [o for key, o in replay.gradients.items() if key in bad and o.source != "received"]
         if replay.call.is_differentiated_twice and not loss_value:
@@ -356,7 +362,7 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, is_truncated:
         if replay.harmless and found
     ]
     doubts += [
-        f"{type(replay.call.module).__name__} returned NaN or Inf, but no gradient reached this output"
+        f"{type(replay.call.module).__name__} returned NaN or Inf, perhaps not for this loss"
         for replay in replays
         if replay.was_nonfinite and replay not in used
     ]
@@ -430,13 +436,13 @@ def _corrupt_parameters(
     """The culprit if parameters themselves are not finite."""
     modules = dict.fromkeys(module for call in calls for module in call.module.modules())
     named: dict[int, tuple[str, Tensor]] = {
-        id(param): (f"{prefix}.{name}" if prefix else name, param)
+        id(param): (name if prefix == type(module).__name__ else f"{prefix}.{name}", param)
         for module in modules
         for name, param in module.named_parameters(recurse=False)
         for prefix in [names.get(module, type(module).__name__)]
     }
-    for i, param in enumerate(params):
-        named.setdefault(id(param), (f"parameter {i}", param))
+    for param in params:
+        named.setdefault(id(param), ("outside of modules", param))
     bad = [(name, values) for name, param in named.values() if (values := nonfinite_values(param))]
     if not bad:
         return None
