@@ -193,6 +193,8 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_script(tmp_path):
     assert finished.err.startswith("gradilocks: recording stopped (TypeError")
     assert finished.err.count("\n") == 1
     assert len(finished.out.splitlines()) == 6
+    (end,) = finished.of_kind("end")
+    assert end["status"].startswith("recording stopped: TypeError")
 
 
 def patched() -> tuple[object, ...]:

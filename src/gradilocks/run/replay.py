@@ -85,7 +85,8 @@ class Call:
         with contextlib.suppress(Exception):  # Tensors of torch.func and other subclasses may raise.
             found = _outputs(output)
             self.outputs = [weakref.ref(tensor) for tensor in found]
-            self.storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in found if not tensor.is_sparse]
+            dense = [tensor for tensor in found if not tensor.is_sparse]
+            self.storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in dense]  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 self.norms = [_norm(tensor) for tensor in found]
             for i, tensor in enumerate(found):
@@ -111,7 +112,8 @@ class Call:
     @property
     def is_unused(self) -> bool:
         """True if the outputs are gone and received no gradient, as of a batch that the script has skipped."""
-        return self.has_graph and not self.received and all(storage.expired() for storage in self.storages)
+        is_alive = (not storage.expired() for storage in self.storages)  # type: ignore[no-untyped-call]
+        return self.has_graph and not self.received and not any(is_alive)
 
 
 def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
@@ -397,7 +399,9 @@ def _not_reproduced(replay: _Replay) -> Culprit:
 
 def _after_modules(replays: list[_Replay], loss_value: str) -> Culprit:
     """The culprit if the outputs of all modules are finite and the gradient that they receive is not."""
-    received = [(replay, value) for replay in replays for grad in _received(replay.call) for value in nonfinite_values(grad)]
+    received = [
+        (replay, value) for replay in replays for grad in _received(replay.call) for value in nonfinite_values(grad)
+    ]
     last, value = received[-1] if received else (replays[-1], loss_value)
     name, phase = type(last.call.module).__name__, "forward" if loss_value else "backward"
     value = loss_value or value
