@@ -73,8 +73,7 @@ class Call:
     """True if an output can receive a gradient."""
     norms: list[Tensor] = field(default_factory=list)
     """0-d: norm of each output, to detect a replay with different outputs."""
-    outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
-    storages: list[StorageWeakRef] = field(default_factory=list)
+    outputs: list[StorageWeakRef] = field(default_factory=list)
     """Memory of the outputs, which detached outputs share."""
     received: dict[int, Tensor] = field(default_factory=dict)
     """Gradient of each output that received one, by the output's index."""
@@ -84,9 +83,8 @@ class Call:
         """Keeps the norms of the outputs, and registers hooks that keep their gradients."""
         with contextlib.suppress(Exception):  # Tensors of torch.func and other subclasses may raise.
             found = _outputs(output)
-            self.outputs = [weakref.ref(tensor) for tensor in found]
             dense = [tensor for tensor in found if not tensor.is_sparse]
-            self.storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in dense]  # type: ignore[no-untyped-call]
+            self.outputs = [StorageWeakRef(tensor.untyped_storage()) for tensor in dense]  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 self.norms = [_norm(tensor) for tensor in found]
             for i, tensor in enumerate(found):
@@ -107,13 +105,13 @@ class Call:
     @property
     def is_pending(self) -> bool:
         """True if a later backward may still reach this call."""
-        return self.has_grad and not self.received and any(output() is not None for output in self.outputs)
+        is_alive = any(not output.expired() for output in self.outputs)  # type: ignore[no-untyped-call]
+        return self.has_grad and not self.received and is_alive
 
     @property
     def is_unused(self) -> bool:
         """True if the outputs are gone and received no gradient, as of a batch that the script has skipped."""
-        is_alive = (not storage.expired() for storage in self.storages)  # type: ignore[no-untyped-call]
-        return self.has_graph and not self.received and not any(is_alive)
+        return self.has_graph and not self.received and not self.is_pending
 
 
 def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
@@ -138,12 +136,6 @@ def _norm(tensor: Tensor) -> Tensor:
     return norm
 
 
-class _Depth(threading.local):
-    """Number of module calls in progress in one thread."""
-
-    depth = 0
-
-
 class CallLog:
     """The outermost module calls since the last optimizer step. Costs about 20 us per call."""
 
@@ -153,26 +145,24 @@ class CallLog:
         self.finite_step: list[tuple[weakref.ref[nn.Module], bool, list[Tensor]]] = []
         """Module, `has_grad` and norms of the outputs of each call before the last step, if that step was finite."""
         self._has_stepped = self._was_finite = False
-        self._thread = _Depth()
+        self._thread = threading.local()
+        """Has an attribute while a module call of the thread is in progress."""
         self._saved_tensors_hooks: list[tuple[Any, Any]] = []
         # By `training`: some counters advance in training only, and validation may come first.
-        self._counters: dict[bool, weakref.WeakKeyDictionary[nn.Module, _Counters]] = {
-            True: weakref.WeakKeyDictionary(),
-            False: weakref.WeakKeyDictionary(),
-        }
+        self._counters: Any = {False: weakref.WeakKeyDictionary(), True: weakref.WeakKeyDictionary()}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a module, and keeps the call if it is outermost. See `trace.add_call_observer`."""
-        if self._thread.depth or torch.compiler.is_compiling():
+        if vars(self._thread) or torch.compiler.is_compiling():
             return call_module(module, *args, **kwargs)
         call = None
         with contextlib.suppress(Exception):  # An error here must not end the script.
             call = self._begin(module, args, kwargs)
-        self._thread.depth += 1
+        self._thread.is_inside = True
         try:
             output = call_module(module, *args, **kwargs)
         finally:
-            self._thread.depth -= 1
+            del self._thread.is_inside
         if call is not None:
             call.finish(output)
         return output
@@ -215,13 +205,10 @@ class CallLog:
             self.is_truncated |= idle is None
             del self.calls[idle or 0]
         counters = self._counters[module.training]
-        if module not in counters:
-            counters[module] = _Counters(module)
-        numbers = counters[module].values()
-        state = _random_state(), _autocast(), torch.is_grad_enabled()
-        call = Call(module, args, kwargs, numbers, *state, list(self._saved_tensors_hooks), _versions(args, kwargs))
-        self.calls.append(call)
-        return call
+        numbers = (counters.get(module) or counters.setdefault(module, _Counters(module))).values()
+        state = _random_state(), _autocast(), torch.is_grad_enabled(), list(self._saved_tensors_hooks)
+        self.calls.append(Call(module, args, kwargs, numbers, *state, _versions(args, kwargs)))
+        return self.calls[-1]
 
 
 class _Counters:
@@ -359,14 +346,9 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, is_truncated:
             return _before_input(replay.output, replay, replays)
     doubts = [replay.reason for replay in replays if replay.reason]
     doubts += [
-        f"{type(replay.call.module).__name__} returned NaN or Inf in an earlier finite step too; nothing else was found"
+        f"{type(replay.call.module).__name__} returned NaN or Inf, perhaps not for this loss; nothing else was found"
         for replay in replays
-        if replay.harmless and found
-    ]
-    doubts += [
-        f"{type(replay.call.module).__name__} returned NaN or Inf, perhaps not for this loss"
-        for replay in replays
-        if replay.was_nonfinite and replay not in used
+        if (replay.harmless and found) or (replay.was_nonfinite and replay not in used)
     ]
     if any(replay.call.is_differentiated_twice for replay in replays):
         doubts.append("the step differentiates gradients, which a replay does not repeat")
