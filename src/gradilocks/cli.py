@@ -120,8 +120,6 @@ def _finish(result: RunResult, script: str, folder: Path, *, quiet: bool) -> Non
 
 def _last_lines(report: Report) -> list[str]:
     """The main numbers of each optimizer, then the first culprit if the verdict names none."""
-    from gradilocks.view.findings import NONFINITE_RULES
-
     names = ("steps", "loss", "lowest loss", "typical norm", "skipped", "clipped", "scale", "steps/s")
     lines = []
     for steps in report.optimizers:
@@ -129,8 +127,8 @@ def _last_lines(report: Report) -> list[str]:
         prefix = f"{steps.label}: " if len(report.optimizers) > 1 else ""
         shown = [f"{name} {facts[name]}" for name in names if not facts.get(name, "no ").startswith("no ")]
         lines.append(prefix + "; ".join(shown))
-    alarms = [finding for finding in report.findings if finding.severity != "note"]
-    culprits = [finding.culprit for finding in alarms if finding.rule in NONFINITE_RULES and finding.culprit]
+    records = [record for _, record in sorted(report.run.culprits.items())]
+    culprits = [clean(record.get("text", "")) for record in records if record.get("known")]
     is_named = any(culprit in report.verdict.text for culprit in culprits)
     return [*lines, *(culprits[:1] if not is_named else [])]
 

@@ -16,6 +16,7 @@ import platform
 import subprocess
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -99,6 +100,7 @@ class Recorder:
             self.path = self.path.with_name(f"{self.path.stem}.rank{self.rank}{self.path.suffix}")
         self._file: int | None = _open_file(self.path, overwrite=overwrite)
         self._process = os.getpid()
+        """The process that writes; -1 after an error."""
         self._pending: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
         """Lines and the tensors that complete them."""
         self._last_write = self._last_step_time = -math.inf
@@ -305,8 +307,12 @@ class Recorder:
         if os.getpid() == self._process and self._file is not None:
             text = "".join(json.dumps(_plain(line), separators=(",", ":")) + "\n" for line in lines)
             data = text.encode()
-            while data:
-                data = data[os.write(self._file, data) :]
+            try:
+                while data:
+                    data = data[os.write(self._file, data) :]
+            except OSError as error:  # A full disk must not end a training of many hours.
+                self._process = -1
+                warnings.warn(f"{self.path} cannot be written, so recording stops: {error}.", stacklevel=2)
 
 
 class WeightSample:

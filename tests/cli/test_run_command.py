@@ -42,6 +42,15 @@ def test_the_last_lines_give_the_verdict_the_numbers_and_the_next_command(folder
     assert all(value in shown.out for value in facts.values())
 
 
+def test_the_culprit_of_a_step_that_the_script_left_out_is_in_the_last_lines(folder):
+    clip = "if torch.nn.utils.clip_grad_norm_(model.parameters(), 9.0).isfinite():"
+    (folder / "train.py").write_text(TRAINING.replace("    optimizer.step()", f"    {clip}\n        optimizer.step()"))
+    found, verdict, _, culprit, _ = said(run_command("run", "train.py", "--nan-in-step=39", cwd=folder))
+    assert found == f"step 39: {culprit}"
+    assert culprit.startswith("first NaN: in the script's own code after Sequential (forward)")
+    assert verdict.startswith("Healthy: 39 steps")
+
+
 def test_the_verdict_is_in_the_run_file_and_in_ls(folder):
     run_command("run", "-o", "runs/a.jsonl", "train.py", cwd=folder)
     first, last = records(folder / "runs" / "a.jsonl", "end")

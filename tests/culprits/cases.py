@@ -152,6 +152,15 @@ OTHERS = (
     Other("broken_validation", "unknown"),
     Other("counted_after_validation", "operation", "head", "log", "forward"),
     Other("hidden_counter_between", "unknown"),
+    Other("cell_in_a_loop", "operation", "cell.2", *_SQRT),
+    Other("equal_anchor", "script", "", "", "backward"),
+    Other("input_divided_in_place", "unknown"),
+    Other("inference_mode", "operation", "teacher.2", "exp", "forward"),
+    Other("skipped_batch", "unknown"),
+    Other("detached_teacher", "operation", "teacher.2", "log", "forward"),
+    Other("metric_of_the_loss", "unknown"),
+    Other("vmapped", "unknown"),
+    Other("root_parameter", "parameter", "scale"),
 )
 
 

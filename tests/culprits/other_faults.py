@@ -545,6 +545,112 @@ def hidden_counter_between():
     train(None, lambda x, y: F.cross_entropy(out(head(x)), y), params=list(out.parameters()))
 
 
+def cell_in_a_loop():
+    """The input of each call depends on the cell's own parameters."""
+    cell, out = around(lambda x: x + (x * 0).square().sum(-1, keepdim=True).sqrt()), nn.Linear(3, 4)
+
+    def loss_of(x, y):
+        for _ in range(3):
+            x = out(cell(x))
+        return x.square().mean()
+
+    train(None, loss_of, params=[*cell.parameters(), *out.parameters()])
+
+
+def equal_anchor():
+    """Only two of the three outputs receive NaN."""
+    model = around(torch.tanh)
+
+    def loss_of(x, y):
+        a, p, n = model(x), model(x if is_now() else x + 1), model(-x)
+        return ((a - p).square().sum(1).sqrt() - (a - n).square().sum(1).sqrt() + 9).clamp(min=0).mean()
+
+    train(model, loss_of)
+
+
+def input_divided_in_place():
+    model = nn.Sequential(Block(lambda x: x, 4), nn.Linear(4, 3))
+    model[0].forward = lambda x: x.div_(0 if is_now() else 2)
+    train(model)
+
+
+def inference_mode():
+    teacher, student = around(lambda x: (x.abs() * 1e4).exp()), nn.Linear(4, 3)
+
+    def loss_of(x, y):
+        with torch.inference_mode():
+            wanted = teacher(x)
+        return F.mse_loss(student(x), wanted.clone())
+
+    train(student, loss_of)
+
+
+def skipped_batch():
+    """The script drops a batch with NaN; the fault is in the script, at the next batch."""
+    model = around(torch.tanh)
+
+    def loss_of(x, y):
+        if is_now():
+            model(x * float("nan"))
+        return F.cross_entropy(model(x), y) / (0 if is_now() else 1)
+
+    train(model, loss_of)
+
+
+def detached_teacher():
+    teacher, student = around(lambda x: (x * 0).log()), nn.Linear(4, 3)
+    kept = {}
+
+    def loss_of(x, y):
+        kept["wanted"] = teacher(x).detach()
+        return F.mse_loss(student(x), kept["wanted"])
+
+    train(student, loss_of)
+
+
+def metric_of_the_loss():
+    """A module that only averages the losses."""
+    model, metric = around(torch.tanh), nn.Identity()
+
+    def loss_of(x, y):
+        loss = F.cross_entropy(model(x), y) / (0 if is_now() else 1)
+        metric(loss.detach())
+        return loss
+
+    train(model, loss_of)
+
+
+def vmapped():
+    """Gradients by `torch.func`; no backward is called."""
+    model = around(torch.tanh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_of(params, x, y):
+        return F.cross_entropy(torch.func.functional_call(model, params, (x[None],)), y[None])
+
+    global step
+    for step in range(1, 9):  # noqa: B007 (read by `is_now`)
+        x, y = torch.randn(6, 4) / (0 if is_now() else 1), torch.randint(3, (6,))
+        grads = torch.func.vmap(torch.func.grad(loss_of), (None, 0, 0))(dict(model.named_parameters()), x, y)
+        for name, param in model.named_parameters():
+            param.grad = grads[name].detach().mean(0)
+        optimizer.step()
+
+
+def root_parameter():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.scale = around(torch.tanh), nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            if is_now():
+                self.scale.data[0] = float("nan")
+            return self.body(x) * self.scale
+
+    train(Net())
+
+
 torch.manual_seed(0)
 globals()[FAULT]()
 print("drawn", torch.rand(1).item())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -390,6 +391,20 @@ def test_a_recorder_does_not_keep_a_control_alive(tmp_path):
     del control
     gc.collect()
     assert dead() is None
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path / "run.jsonl", every=2)
+    model, control = make(recorder)
+    train(control, model, 4)
+    recorder.flush()
+    monkeypatch.setattr(os, "write", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.warns(UserWarning, match=r"run\.jsonl cannot be written, so recording stops: .*No space left"):
+        train(control, model, 4)
+    monkeypatch.undo()
+    train(control, model, 4)
+    recorder.close()
+    assert [line["step"] for line in of_kind(tmp_path / "run.jsonl", "step")] == [1, 2, 3, 4]
 
 
 def test_every_line_is_written_by_one_call(tmp_path, monkeypatch):

@@ -423,3 +423,29 @@ for number in range(5):
         tmp_path,
     )
     assert len(finished.steps) == 4
+
+
+def test_steps_of_other_optimizers_are_recorded_after_one_that_raised(tmp_path):
+    finished, _ = recorded(
+        """
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+for number in range(4):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        def closure():
+            if number == 0:
+                raise MemoryError
+            return None if number == 1 else model(torch.randn(8, 4)).square().mean().backward()
+        try:
+            if number == 1:
+                scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()
+                optimizer.param_groups[0]["lr"] = "high"
+                scaler.step(optimizer)
+            else:
+                optimizer.step(closure)
+        except (MemoryError, TypeError):
+            break
+""",
+        tmp_path,
+    )
+    assert len(finished.steps) == 4

@@ -141,12 +141,14 @@ for (x,) in DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2, num_worke
 
 
 def test_an_error_of_ours_ends_the_recording_and_not_the_script(tmp_path):
-    text = "import gradilocks.record\ngradilocks.record.Recorder.step = None\n" + TRAIN
+    text = TRAIN + "import gradilocks.record\ngradilocks.record.Recorder.step = None\n" + TRAIN
     finished = run_recorded(text, cwd=tmp_path)
     assert finished.exit_code == 0
     assert finished.err.startswith("gradilocks: recording stopped (TypeError")
     assert finished.err.count("\n") == 1
-    assert len(finished.out.splitlines()) == 6
+    assert len(finished.out.splitlines()) == 12
+    (end,) = finished.of_kind("end")
+    assert end["status"].startswith("recording stopped: TypeError")
 
 
 def patched() -> tuple[object, ...]:

@@ -425,6 +425,11 @@ def test_mostly_zero_gradients_matter_only_if_the_loss_does_not_fall() -> None:
         ({"status": "ValueError: A sentence."}, "problem", "The script failed after 20 steps: ValueError: A sentence"),
         ({"status": "SIGTERM", "exit_code": 143}, "note", "The run was stopped after 20 steps (SIGTERM)"),
         ({"status": "KeyboardInterrupt"}, "note", "The run was stopped after 20 steps (KeyboardInterrupt)"),
+        (
+            {"status": "recording stopped: KeyError: 1"},
+            "warning",
+            "Only the first 20 steps are recorded (recording stopped: KeyError: 1)",
+        ),
         ({"exit_code": 3}, "warning", "The script exited with status 3 after 20 steps"),
         ({"status": "Evil: \x1b[31m"}, "problem", "The script failed after 20 steps: Evil: \\x1b[31m"),
     ],

@@ -133,9 +133,12 @@ class Hooks:
         if not scaler.is_enabled():
             return original(scaler, optimizer, *args, **kwargs)
         self.report(self._observer.begin_scaler_step, scaler, optimizer)
-        steps = self._steps
-        result = original(scaler, optimizer, *args, **kwargs)
-        self.report(self._observer.end_scaler_step, optimizer, has_stepped=self._steps > steps)
+        steps, has_stepped = self._steps, True
+        try:
+            result = original(scaler, optimizer, *args, **kwargs)
+            has_stepped = self._steps > steps
+        finally:
+            self.report(self._observer.end_scaler_step, optimizer, has_stepped=has_stepped)
         return result
 
     # --- steps --------------------------------------------------------------------------------------------------------

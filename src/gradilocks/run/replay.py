@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradilocks.names import WRAPPER_ATTRIBUTES
 from gradilocks.ranks.layout import is_dtensor
@@ -66,10 +67,14 @@ class Call:
     has_grad: bool
     saved_tensors_hooks: list[tuple[Any, Any]]
     """Hooks installed by `with` blocks of the script."""
-    versions: list[int] = field(default_factory=list)
+    versions: list[int]
+    """Of the inputs before the call."""
+    has_graph: bool = False
+    """True if an output can receive a gradient."""
     norms: list[Tensor] = field(default_factory=list)
     """0-d: norm of each output, to detect a replay with different outputs."""
-    outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
+    outputs: list[StorageWeakRef] = field(default_factory=list)
+    """Memory of the outputs, which detached outputs share."""
     received: dict[int, Tensor] = field(default_factory=dict)
     """Gradient of each output that received one, by the output's index."""
     is_differentiated_twice: bool = False
@@ -78,12 +83,13 @@ class Call:
         """Keeps the norms of the outputs, and registers hooks that keep their gradients."""
         with contextlib.suppress(Exception):  # Tensors of torch.func and other subclasses may raise.
             found = _outputs(output)
-            self.outputs = [weakref.ref(tensor) for tensor in found]
-            self.versions = [version_of(tensor) for tensor in tensors_in((self.args, self.kwargs))]
+            dense = [tensor for tensor in found if not tensor.is_sparse]
+            self.outputs = [StorageWeakRef(tensor.untyped_storage()) for tensor in dense]  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 self.norms = [_norm(tensor) for tensor in found]
             for i, tensor in enumerate(found):
                 if tensor.requires_grad and tensor.grad_fn is not None:
+                    self.has_graph = True
                     tensor.register_hook(lambda grad, i=i: self._receive(i, grad))  # type: ignore[no-untyped-call]
 
     def _receive(self, i: int, grad: Tensor) -> None:
@@ -99,7 +105,17 @@ class Call:
     @property
     def is_pending(self) -> bool:
         """True if a later backward may still reach this call."""
-        return self.has_grad and not self.received and any(output() is not None for output in self.outputs)
+        is_alive = any(not output.expired() for output in self.outputs)  # type: ignore[no-untyped-call]
+        return self.has_grad and not self.received and is_alive
+
+    @property
+    def is_unused(self) -> bool:
+        """True if the outputs are gone and received no gradient, as of a batch that the script has skipped."""
+        return self.has_graph and not self.received and not self.is_pending
+
+
+def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    return [version_of(tensor) for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
 
 
 def _outputs(output: Any) -> list[Tensor]:
@@ -120,12 +136,6 @@ def _norm(tensor: Tensor) -> Tensor:
     return norm
 
 
-class _Depth(threading.local):
-    """Number of module calls in progress in one thread."""
-
-    depth = 0
-
-
 class CallLog:
     """The outermost module calls since the last optimizer step. Costs about 20 us per call."""
 
@@ -135,26 +145,24 @@ class CallLog:
         self.finite_step: list[tuple[weakref.ref[nn.Module], bool, list[Tensor]]] = []
         """Module, `has_grad` and norms of the outputs of each call before the last step, if that step was finite."""
         self._has_stepped = self._was_finite = False
-        self._thread = _Depth()
+        self._thread = threading.local()
+        """Has an attribute while a module call of the thread is in progress."""
         self._saved_tensors_hooks: list[tuple[Any, Any]] = []
         # By `training`: some counters advance in training only, and validation may come first.
-        self._counters: dict[bool, weakref.WeakKeyDictionary[nn.Module, _Counters]] = {
-            True: weakref.WeakKeyDictionary(),
-            False: weakref.WeakKeyDictionary(),
-        }
+        self._counters: Any = {False: weakref.WeakKeyDictionary(), True: weakref.WeakKeyDictionary()}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a module, and keeps the call if it is outermost. See `trace.add_call_observer`."""
-        if self._thread.depth or torch.compiler.is_compiling():
+        if vars(self._thread) or torch.compiler.is_compiling():
             return call_module(module, *args, **kwargs)
         call = None
         with contextlib.suppress(Exception):  # An error here must not end the script.
             call = self._begin(module, args, kwargs)
-        self._thread.depth += 1
+        self._thread.is_inside = True
         try:
             output = call_module(module, *args, **kwargs)
         finally:
-            self._thread.depth -= 1
+            del self._thread.is_inside
         if call is not None:
             call.finish(output)
         return output
@@ -197,13 +205,10 @@ class CallLog:
             self.is_truncated |= idle is None
             del self.calls[idle or 0]
         counters = self._counters[module.training]
-        if module not in counters:
-            counters[module] = _Counters(module)
-        numbers = counters[module].values()
-        state = _random_state(), _autocast(), torch.is_grad_enabled()
-        call = Call(module, args, kwargs, numbers, *state, list(self._saved_tensors_hooks))
-        self.calls.append(call)
-        return call
+        numbers = (counters.get(module) or counters.setdefault(module, _Counters(module))).values()
+        state = _random_state(), _autocast(), torch.is_grad_enabled(), list(self._saved_tensors_hooks)
+        self.calls.append(Call(module, args, kwargs, numbers, *state, _versions(args, kwargs)))
+        return self.calls[-1]
 
 
 class _Counters:
@@ -300,9 +305,11 @@ def find_culprit(log: CallLog, params: Sequence[Tensor], names: Mapping[nn.Modul
     random_state = _random_state()
     try:
         replays = [_replay(call, names, _harmless(call, log)) for call in log.calls]
+        culprit = _conclude(replays, params, is_truncated=log.is_truncated, loss_value=loss_value)
+    except Exception as error:  # Tensors of torch.func cannot be read, for example.
+        return _unknown(f"the search raised {type(error).__name__}: {error}")
     finally:
         _set_random_state(random_state)
-    culprit = _conclude(replays, params, is_truncated=log.is_truncated, loss_value=loss_value)
     largest = max((float(param.detach().abs().max()) for param in params if param.numel()), default=0.0)
     if largest > LARGE_WEIGHT:
         culprit = replace(culprit, text=f"{culprit.text}; weights have grown to {largest:.4g}")
@@ -313,7 +320,10 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, is_truncated:
     """The earliest origin that the replays connect to the parameters' gradients."""
     bad = {id(param) for param in params}
     found = not bad or any(key in bad for replay in replays for key in replay.gradients)
-    for replay in replays:  # The first of several micro-batches; within one call, the earliest operation.
+    used = [replay for replay in replays if not replay.call.is_unused]
+    while used and not used[-1].call.has_graph and used[-1].output is not None and used[-1].output.source == "data":
+        del used[-1]  # A metric that received a loss of NaN or Inf, for example.
+    for replay in used:  # The first of several micro-batches; within one call, the earliest operation.
         inside = [o for key, o in replay.gradients.items() if key in bad and o.source != "received"]
         if replay.call.is_differentiated_twice and not loss_value:
             inside = [origin for origin in inside if origin.phase == "forward"]
@@ -325,7 +335,7 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, is_truncated:
             inside.append(replay.output)
         if inside:
             return _before_input(min(inside, key=lambda origin: origin.order), replay, replays)
-    for replay in replays:
+    for replay in used:
         if replay.was_nonfinite and replay.output is None:
             return _not_reproduced(replay)
         if replay.output is not None and found and not replay.reason:
@@ -336,9 +346,9 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, is_truncated:
             return _before_input(replay.output, replay, replays)
     doubts = [replay.reason for replay in replays if replay.reason]
     doubts += [
-        f"{type(replay.call.module).__name__} returned NaN or Inf in an earlier finite step too; nothing else was found"
+        f"{type(replay.call.module).__name__} returned NaN or Inf, perhaps not for this loss; nothing else was found"
         for replay in replays
-        if replay.harmless and found
+        if (replay.harmless and found) or (replay.was_nonfinite and replay not in used)
     ]
     if any(replay.call.is_differentiated_twice for replay in replays):
         doubts.append("the step differentiates gradients, which a replay does not repeat")
@@ -371,10 +381,12 @@ def _not_reproduced(replay: _Replay) -> Culprit:
 
 def _after_modules(replays: list[_Replay], loss_value: str) -> Culprit:
     """The culprit if the outputs of all modules are finite and the gradient that they receive is not."""
-    last = next((replay for replay in reversed(replays) if replay.call.received), replays[-1])
+    received = [
+        (replay, value) for replay in replays for grad in _received(replay.call) for value in nonfinite_values(grad)
+    ]
+    last, value = received[-1] if received else (replays[-1], loss_value)
     name, phase = type(last.call.module).__name__, "forward" if loss_value else "backward"
-    received = (value for grad in last.call.received.values() for value in nonfinite_values(grad))
-    value = loss_value or next(received)
+    value = loss_value or value
     text = f"first {value}: in the script's own code after {name} ({phase}); the outputs of all modules are finite, "
     text += "the loss is not" if loss_value else "the gradient of these outputs is not"
     return Culprit(True, text, value=value, source="script", phase=phase)
@@ -410,13 +422,13 @@ def _corrupt_parameters(
     """The culprit if parameters themselves are not finite."""
     modules = dict.fromkeys(module for call in calls for module in call.module.modules())
     named: dict[int, tuple[str, Tensor]] = {
-        id(param): (f"{prefix}.{name}" if prefix else name, param)
+        id(param): (name if prefix == type(module).__name__ else f"{prefix}.{name}", param)
         for module in modules
         for name, param in module.named_parameters(recurse=False)
         for prefix in [names.get(module, type(module).__name__)]
     }
-    for i, param in enumerate(params):
-        named.setdefault(id(param), (f"parameter {i}", param))
+    for param in params:
+        named.setdefault(id(param), ("outside of modules", param))
     bad = [(name, values) for name, param in named.values() if (values := nonfinite_values(param))]
     if not bad:
         return None
@@ -476,7 +488,8 @@ def _replay_call(replay: _Replay, examiner: Examiner, module: nn.Module) -> None
         for pack, unpack in call.saved_tensors_hooks:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
         stack.enter_context(examiner)
-        output = nn.Module.__call__(module, *call.args, **call.kwargs)
+        args, kwargs = _detached(call.args), _detached(call.kwargs)
+        output = nn.Module.__call__(module, *args, **kwargs)
     outputs = _outputs(output)
     candidates = [tensor for i, tensor in enumerate(outputs) if i not in replay.harmless]
     origins = [origin for tensor in candidates if (origin := examiner.origin_of(tensor)) is not None]
@@ -485,7 +498,7 @@ def _replay_call(replay: _Replay, examiner: Examiner, module: nn.Module) -> None
     if not call.received:
         return
     params = [param for param in module.parameters() if param.requires_grad]
-    inputs = [tensor for tensor in tensors_in((call.args, call.kwargs)) if tensor.requires_grad]
+    inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     roots = [outputs[i] for i in sorted(call.received)]
     with examiner, examiner.backward(roots):
         grads: Sequence[Tensor | None] = torch.autograd.grad(
@@ -499,6 +512,15 @@ def _replay_call(replay: _Replay, examiner: Examiner, module: nn.Module) -> None
     replay.input_gradient = next((origin for origin in found[len(params) :] if origin is not None), None)
 
 
+def _detached(value: Any) -> Any:
+    """Inputs without the graph that computed them: a cell called in a loop is in the graph of its own input."""
+    if isinstance(value, Tensor):
+        return value if value.grad_fn is None else value.detach().requires_grad_()
+    if type(value) in (tuple, list):
+        return type(value)(map(_detached, value))
+    return {key: _detached(item) for key, item in value.items()} if type(value) is dict else value
+
+
 def _received(call: Call) -> list[Tensor]:
     """Gradients that the outputs received, in the order of the outputs."""
     return [grad for _, grad in sorted(call.received.items())]
@@ -509,11 +531,8 @@ def _refusal(call: Call) -> str:
     name = type(call.module).__name__
     if any(is_dtensor(param) or is_fsdp1_shard(param) for param in call.module.parameters()):
         return f"the parameters of {name} are shards, and a replay would wait for the other ranks"
-    versions = [version_of(tensor) for tensor in tensors_in((call.args, call.kwargs))]
-    if versions != call.versions:
-        return (
-            f"the inputs of {name} were changed in place after the call" if call.versions else f"{name} did not return"
-        )
+    if _versions(call.args, call.kwargs) != call.versions:
+        return f"the inputs of {name} were changed in place, by {name} or after the call"
     return ""
 
 

@@ -24,7 +24,6 @@ from gradilocks.errors import GradilocksError
 if TYPE_CHECKING:
     from gradilocks.record import Recorder
     from gradilocks.run.hooks import Hooks
-    from gradilocks.run.step_observer import StepObserver
 
 __all__ = ["Options", "RunResult", "run_script"]
 
@@ -41,7 +40,6 @@ class Options:
         append: continue an existing file, for a resumed run.
         guard: on NaN or Inf gradients "skip" the step or "stop" the script; None to do nothing.
         has_trace: find the operation that produced NaN or Inf by replaying the step.
-        every: largest number of steps between two writes.
         detail_every: number of steps between records of per-tensor statistics; 0 for never.
     """
 
@@ -50,7 +48,6 @@ class Options:
     append: bool = False
     guard: str | None = None
     has_trace: bool = True
-    every: int = 50
     detail_every: int = 10
 
     def __post_init__(self) -> None:
@@ -66,10 +63,6 @@ class RunResult:
     path: Path | None
     """The run file; None if the script took no step."""
     steps: int
-    status: str
-    """"finished", the exception, or the signal."""
-    culprits: tuple[str, ...]
-    """Texts of the culprits."""
 
 
 def run_script(argv: Sequence[str], options: Options | None = None) -> RunResult:
@@ -112,13 +105,12 @@ def run_script(argv: Sequence[str], options: Options | None = None) -> RunResult
 
 
 class _Session:
-    """Recorder, observer and hooks of one run, created when the script imports torch."""
+    """Recorder and hooks of one run, created when the script imports torch."""
 
     def __init__(self, path: Path, command: list[str], options: Options) -> None:
         self._path, self._command, self._options = path, command, options
         self._process = os.getpid()
         self._recorder: Recorder | None = None
-        self._observer: StepObserver | None = None
         self._hooks: Hooks | None = None
 
     def begin(self) -> None:
@@ -130,14 +122,12 @@ class _Session:
         options = self._options
         self._recorder = Recorder(
             self._path,
-            every=options.every,
             detail_every=options.detail_every,
             overwrite=options.overwrite,
             source="run",
             command=self._command,
         )
-        self._observer = StepObserver(self._recorder, has_trace=options.has_trace, guard=options.guard)
-        self._hooks = Hooks(self._observer)
+        self._hooks = Hooks(StepObserver(self._recorder, has_trace=options.has_trace, guard=options.guard))
         self._hooks.install()
 
     def begin_control(self) -> None:
@@ -147,14 +137,16 @@ class _Session:
 
     def end(self, status: str, exit_code: int) -> RunResult:
         """Closes the run file."""
-        if self._recorder is None or self._observer is None or self._hooks is None or os.getpid() != self._process:
-            return RunResult(exit_code, None, 0, status, ())
+        if self._recorder is None or self._hooks is None or os.getpid() != self._process:
+            return RunResult(exit_code, None, 0)
         self._hooks.remove()
+        if self._hooks.error is not None and status == "finished":
+            status = f"recording stopped: {type(self._hooks.error).__name__}: {self._hooks.error}"
         self._recorder.close(status, exit_code=exit_code)
         steps, path = self._recorder.steps, self._recorder.path
         if not steps and not self._options.append:
             path.unlink(missing_ok=True)
-        return RunResult(exit_code, path if steps else None, steps, status, tuple(self._observer.culprits))
+        return RunResult(exit_code, path if steps else None, steps)
 
 
 def _output_path(script: str, options: Options) -> Path:

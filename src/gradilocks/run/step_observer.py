@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -161,10 +162,7 @@ class StepObserver:
         self._first_closure = None
         if has_closure:
             self._latest = _BackwardState()
-        for i, outer in enumerate(self._stepping):
-            if outer is optimizer:  # Its last step raised an error.
-                del self._stepping[i:]
-                break
+        self._stepping = [outer for outer in self._stepping if outer is not optimizer and _is_running(outer)]
         if not self._is_inner() and not has_closure:
             self._gradients_ready(optimizer)
         self._stepping.append(optimizer)
@@ -380,3 +378,11 @@ class StepObserver:
         if culprit.text not in self.culprits:
             self.culprits.append(culprit.text)
             print(f"gradilocks: step {step}: {culprit.text}", file=sys.stderr, flush=True)
+
+
+def _is_running(outer: Any) -> bool:
+    """False for an optimizer whose step has raised an error. Its frame is no longer on the stack."""
+    frame: FrameType | None = sys._getframe() if hasattr(outer, "param_groups") else None
+    while frame is not None and frame.f_locals.get("self") is not outer:
+        frame = frame.f_back
+    return frame is not None or not hasattr(outer, "param_groups")

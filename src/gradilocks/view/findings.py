@@ -796,6 +796,9 @@ def _end_findings(run: Run) -> list[Finding]:
     elif code and status in ("finished", f"SystemExit: {code:g}"):
         title = "The script exited with status {code} after {steps:step}"
         found.append(_finding("warning", title, values=values, rule="ended"))
+    elif status.startswith("recording stopped"):
+        title = "Only the first {steps:step} are recorded ({status})"
+        found.append(_finding("warning", title, values=values, rule="ended"))
     elif status != "finished":
         found.append(_finding("problem", "The script failed after {steps:step}: {status}", values=values, rule="ended"))
     if run.skipped_lines:
