@@ -9,13 +9,13 @@ __all__ = ["clean", "count", "duration", "number", "percent", "scale_text", "sho
 
 
 def clean(text: object) -> str:
-    r"""Escapes unprintable characters, so that names in a file cannot control the terminal.
+    r"""Text on one line, with unprintable characters escaped, so that names in a file cannot control the terminal.
 
     Example:
-        >>> clean("a\x1b[31mb")
-        'a\\x1b[31mb'
+        >>> clean("a\x1b[31mb\n\tc")
+        'a\\x1b[31mb c'
     """
-    shown = str(text)
+    shown = " ".join(str(text).split())
     if shown.isprintable():
         return shown
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
