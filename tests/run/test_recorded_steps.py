@@ -426,7 +426,7 @@ for number in range(5):
 
 
 def test_gradients_that_are_not_cleared_are_marked(tmp_path):
-    """A norm that grows smoothly, as that of a critic or of a loss with a growing weight, was "zero_grad() is missing"."""
+    """A norm that grows smoothly, as that of a critic, was "Gradients add up, as if zero_grad() were missing"."""
     loop = """
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 for number in range(1, 6):

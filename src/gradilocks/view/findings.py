@@ -122,7 +122,7 @@ class Case:
 
     @property
     def has_improved(self) -> bool:
-        """True if the typical loss of the last tenth is better than the first loss by a tenth, and than the beginning."""
+        """True if the loss of the last tenth is better than the first by a tenth, and not worse than the beginning."""
         gains = self.gains[self.steps.finite_loss]
         tenth = max(1, len(gains) // 10)
         gain = median(gains[-tenth:])
