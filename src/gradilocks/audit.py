@@ -275,7 +275,7 @@ def audit(
                 raise GradilocksError(f"loss_fn must return a tensor of one element, got {found}.")
             if not loss.requires_grad:
                 raise NoGradients("the loss does not depend on parameters that require gradients.")
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             model.zero_grad(set_to_none=True)
             batch_count += 1
     if not batch_count:

@@ -876,6 +876,16 @@ def gradients_written_by_hand_as_in_reptile() -> None:
 
 
 @healthy
+def a_plateau_that_lowers_the_learning_rate_to_nothing() -> None:
+    """The typical update is tiny; those of the beginning were not."""
+    model = mlp(16, 32, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for step in range(200):
+        optimizer.param_groups[0]["lr"] = 1e-2 if step < 60 else 1e-9
+        classify(1, optimizer, model, noise=6.0)
+
+
+@healthy
 def a_reward_that_is_maximized() -> None:
     weight = nn.Parameter(torch.full((8,), 0.01))
     optimizer = torch.optim.Adam([weight], lr=0.1, maximize=True)

@@ -204,7 +204,7 @@ def diverged(case: Case) -> Finding | None:
         norm_grew or is_replaced or ends_nonfinite
     )
     # With normalization layers nothing overflows when the weights are replaced, but nothing is learned.
-    stays_high = is_replaced and not case.is_one_of_several and 0 < first < min(final, float(np.median(losses[-5:])))
+    stays_high = is_replaced and not case.is_one_of_several and 0 < first < min(final, late_mean)
     if not is_problem and not (stays_high and losses.max() >= 10 * first):
         return None
     row = int(rows[_rise(losses, 10 * usual)])
@@ -567,7 +567,7 @@ def not_learning(case: Case) -> Finding | None:
     is_unclear = noise > 0.3 * level or moved + 3 * error > 0.1 * level
     is_constant = not (moved > 2 * error or is_wavy or is_unclear)
     # All steps together changed no weight visibly, so they have not changed the loss, however noisy it is.
-    sizes = [median(column) for column in updates.T] if len(updates) >= 3 else []
+    sizes = [float(column[np.isfinite(column)].mean()) for column in updates.T] if len(updates) >= 3 else []
     is_at_rest = len(losses) * max(sizes, default=math.nan) < 1e-4 and moved <= 4 * error
     if has_jumped or not (is_constant or is_at_rest):
         return None
