@@ -567,7 +567,7 @@ def not_learning(case: Case) -> Finding | None:
     is_unclear = noise > 0.3 * level or moved + 3 * error > 0.1 * level
     is_constant = not (moved > 2 * error or is_wavy or is_unclear)
     # All steps together changed no weight visibly, so they have not changed the loss, however noisy it is.
-    sizes = [float(column[np.isfinite(column)].mean()) for column in updates.T] if len(updates) >= 3 else []
+    sizes = [float(part.mean()) for part in (col[np.isfinite(col)] for col in updates.T) if len(part) >= 3]
     is_at_rest = len(losses) * max(sizes, default=math.nan) < 1e-4 and moved <= 4 * error
     if has_jumped or not (is_constant or is_at_rest):
         return None
@@ -724,31 +724,6 @@ def rejected_steps(case: Case) -> Finding | None:
     )
 
 
-def constant_clipping(case: Case) -> Finding | None:
-    """Nearly every step was clipped."""
-    steps = case.steps
-    if len(steps) < 50 or not case.summary.clipped_share >= 0.9 or np.isnan(steps.limit).all():
-        return None
-    is_adaptive = "adam" in str(steps.info.get("class", "")).lower()
-    is_tiny = ((steps.scale > 1) & (steps.limit < 1e-3 * steps.norm)).sum() > 0.9 * len(steps)
-    return _finding(
-        "note",
-        "{clipped_share} of the applied steps were clipped",
-        "The typical norm is {typical_norm}, the limit {limit}. "
-        + (
-            "Adam normalizes the gradients, so this changes little."
-            if is_adaptive
-            else "The limit determines the length of nearly every step: it acts as a second learning rate."
-        )
-        + (" So low a limit is typical of a clip before `scaler.unscale_(optimizer)`." if is_tiny else ""),
-        values={
-            "clipped_share": case.summary.clipped_share,
-            "typical_norm": case.summary.typical_norm,
-            "limit": median(steps.limit),
-        },
-    )
-
-
 def unused_parameters(case: Case) -> Finding | None:
     """Some parameters of the optimizer never had a gradient."""
     steps = case.steps
@@ -768,7 +743,7 @@ TIERS: tuple[tuple[Rule, ...], ...] = (
     (diverged, corrupt_weights, nonfinite_loss, skipped_steps),
     (no_gradient, unchanged_weights, clipped_before_unscale),
     (missing_zero_grad, not_learning, zero_gradients, spikes, rejected_steps),
-    (constant_clipping, unused_parameters),
+    (unused_parameters,),
 )
 
 

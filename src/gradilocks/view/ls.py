@@ -53,15 +53,15 @@ def list_runs(folder: Path | str) -> list[Entry]:
     """The run files and audits in a folder, oldest first, without files of ranks above 0.
 
     Raises:
-        BadRunFile: the folder cannot be read.
+        BadRunFile: the folder does not exist.
     """
-    try:
-        files = sorted(Path(folder).glob("*.jsonl"))
-        if not Path(folder).is_dir():
-            raise NotADirectoryError(0, "no such folder")
-    except OSError as error:
-        raise BadRunFile(f"{folder}: {error.strerror or error}") from error
-    entries = [entry for entry in map(_entry, files) if entry is not None and not entry.header.get("rank")]
+    if not Path(folder).is_dir():
+        raise BadRunFile(f"{folder}: no such folder")
+    entries = [
+        entry
+        for entry in map(_entry, sorted(Path(folder).glob("*.jsonl")))
+        if entry is not None and not entry.header.get("rank")
+    ]
     return sorted(entries, key=lambda entry: to_float(entry.header.get("time") or 0))
 
 
