@@ -269,7 +269,13 @@ def audit(
         stack.callback(counter.detach)
         counter.attach()
         for batch in islice(batches, steps):
-            loss_fn(model, batch).backward()  # type: ignore[no-untyped-call]
+            loss: Any = loss_fn(model, batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise GradilocksError(f"loss_fn must return a tensor of one element, got {found}.")
+            if not loss.requires_grad:
+                raise NoGradients("the loss does not depend on parameters that require gradients.")
+            loss.backward()  # type: ignore[no-untyped-call]
             model.zero_grad(set_to_none=True)
             batch_count += 1
     if not batch_count:

@@ -8,7 +8,6 @@ divided by 4,096 before backward, and the gradients are multiplied by 4,096 in f
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -52,9 +51,7 @@ TRAININGS = (
 )
 
 
-def train(
-    training: Training, folder: Path, *, steps: int = STEPS, on_step: Callable[[int], None] = lambda step: None
-) -> Path:
+def train(training: Training, folder: Path, *, steps: int = STEPS) -> Path:
     """Trains the GPT and returns the run file. An existing file is replaced.
 
     The text is Python's documentation, so the result depends on the version of Python.
@@ -63,7 +60,6 @@ def train(
         training: one of `TRAININGS`.
         folder: for the run file.
         steps: number of optimizer steps.
-        on_step: called with the step number after every step.
     """
     codes, vocabulary = load_text()
     with torch.random.fork_rng(devices=[]):
@@ -81,7 +77,7 @@ def train(
     torch.set_num_threads(1)  # The tensors are small, and sums must not depend on the number of cores.
     status = "KeyboardInterrupt"
     try:
-        for step in range(1, steps + 1):
+        for _ in range(steps):
             indices = torch.randint(len(codes) - LENGTH, (ROWS, 1), generator=generator) + window
             loss = F.cross_entropy(model(codes[indices]).flatten(0, 1), codes[indices + 1].flatten())
             _divide_gradient(loss, ACCUMULATION)
@@ -91,7 +87,6 @@ def train(
                     param.grad *= ACCUMULATION
             control.step()
             control.zero_grad()
-            on_step(step)
         status = "finished"
     finally:
         torch.set_num_threads(threads)

@@ -250,19 +250,19 @@ def _without_dispatch(function: Any) -> Any:
 
 
 _DISPATCH_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-_NAMES = ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm")
+_NAMES = ("matmul", "mm", "bmm", "mv", "inner", "addmm", "addmv", "addbmm", "baddbmm", "addr")
 _CONVOLUTIONS = ("convolution", *(f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)))
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 
 _PRODUCTS: dict[Any, Callable[..., Any]] = {
     **{getattr(torch, name): _product for name in (*_NAMES, *_CONVOLUTIONS)},
     **{getattr(Tensor, name): _product for name in (*_NAMES, "__rmatmul__")},
-    **dict.fromkeys((F.linear, torch.einsum, torch.linalg.matmul, torch.linalg.multi_dot), _product),
+    **dict.fromkeys((F.linear, torch.einsum, torch.tensordot, torch.linalg.matmul, torch.linalg.multi_dot), _product),
     F.scaled_dot_product_attention: _attention,
 }
 _UNSUPPORTED = {
     *(getattr(torch, name) for name in _RECURRENT),
-    *(getattr(Tensor, f"{name}_") for name in _NAMES[4:]),
+    *(getattr(Tensor, f"{name}_") for name in _NAMES[5:]),
     torch.conv_tbc,
 }
 # Backward is included because activation checkpointing recomputes products in it.

@@ -81,14 +81,18 @@ def test_a_training_depends_on_nothing_but_its_settings_and_leaves_torch_as_it_w
     torch.set_rng_state(state)
 
 
-def test_an_interrupt_leaves_a_run_file_that_says_so(tmp_path):
-    def interrupt(step):
-        if step == 2:
+def test_an_interrupt_leaves_a_run_file_that_says_so(monkeypatch, tmp_path):
+    calls = []
+
+    def interrupt(loss, divisor):
+        calls.append(loss)
+        if len(calls) == 3:
             raise KeyboardInterrupt
 
+    monkeypatch.setattr(demo, "_divide_gradient", interrupt)
     training = demo.TRAININGS[-1]
     with pytest.raises(KeyboardInterrupt):
-        demo.train(training, tmp_path, steps=5, on_step=interrupt)
+        demo.train(training, tmp_path, steps=5)
     run = runfile.read(training.path(tmp_path))
     assert (run.end["status"], len(only(run))) == ("KeyboardInterrupt", 2)
 

@@ -27,6 +27,8 @@ PRODUCTS = {
     "addmm": (torch.addmm, (3,), (4, 6), (6, 3)),
     "baddbmm": (torch.baddbmm, (2, 4, 3), (2, 4, 6), (2, 6, 3)),
     "einsum": (lambda a, b: torch.einsum("bij,jk->bik", a, b), (2, 4, 6), (6, 3)),
+    "inner": (torch.inner, (4, 6), (3, 6)),
+    "tensordot": (lambda a, b: torch.tensordot(a, b, dims=([1], [0])), (4, 6), (6, 3)),
     "linalg.matmul": (torch.linalg.matmul, (4, 6), (6, 3)),
     "conv1d": (F.conv1d, (2, 3, 9), (4, 3, 3), (4,)),
     "conv2d": (lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1), (2, 3, 6, 6), (4, 3, 3, 3), (4,)),

@@ -449,3 +449,27 @@ for number in range(4):
         tmp_path,
     )
     assert len(finished.steps) == 4
+
+
+def test_gradients_that_are_not_cleared_are_marked(tmp_path):
+    """A norm that grows smoothly, as that of a critic, was "Gradients add up, as if zero_grad() were missing"."""
+    loop = """
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for number in range(1, 6):
+    CLEAR
+    (number * model(torch.ones(8, 4)).square().mean()).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    note(number)
+"""
+    for i, (clear, expected) in enumerate(
+        {
+            "pass": [False, True, True, True, True],
+            "optimizer.zero_grad()": [False] * 5,
+            "model.zero_grad(set_to_none=False)": [False] * 5,
+            "[param.grad.zero_() for param in model.parameters() if number > 1]": [False] * 5,
+        }.items()
+    ):
+        (tmp_path / str(i)).mkdir()
+        finished, _ = recorded(loop.replace("CLEAR", clear), tmp_path / str(i))
+        assert [line.get("leftover", False) for line in finished.steps] == expected

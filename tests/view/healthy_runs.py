@@ -760,6 +760,81 @@ def word_vectors() -> None:
         update(optimizer, (F.softplus(-positive) + F.softplus(negative)).mean())
 
 
+@healthy
+def a_critic_whose_gradients_grow_smoothly() -> None:
+    """ "Gradients add up from step to step" was an alarm."""
+    generator, critic = mlp(4, 16, 2), mlp(2, 128, 128, 1, activation=lambda: nn.LeakyReLU(0.2))
+    g_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-4)
+    c_optimizer = torch.optim.Adam(critic.parameters(), lr=2e-3)
+    bce = nn.BCEWithLogitsLoss()
+    for _ in range(200):
+        real, fake = torch.randn(64, 2) * 0.1 + 5, generator(torch.randn(64, 4))
+        c_optimizer.zero_grad()
+        (bce(critic(real), torch.ones(64, 1)) + bce(critic(fake.detach()), torch.zeros(64, 1))).backward()
+        c_optimizer.step()
+        g_optimizer.zero_grad()
+        bce(critic(fake), torch.ones(64, 1)).backward()
+        g_optimizer.step()
+
+
+@healthy
+def a_loss_weight_that_grows_over_a_full_batch() -> None:
+    model, (x, y) = mlp(16, 32, 1), classes(256)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    for step in range(100):
+        optimizer.zero_grad()
+        ((step + 1) / 100 * F.mse_loss(model(x).squeeze(1), 5 + y.float())).backward()
+        optimizer.step()
+
+
+@healthy
+def gradients_written_by_hand_as_in_reptile() -> None:
+    """ "Gradients are not cleared" would be an alarm about the outer optimizer."""
+    model = mlp(1, 16, 1)
+    outer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(40):
+        twin = copy.deepcopy(model)
+        inner = torch.optim.SGD(twin.parameters(), lr=0.02)
+        for _ in range(3):
+            x = torch.rand(16, 1) * 6 - 3
+            inner.zero_grad()
+            F.mse_loss(twin(x), (1 + step % 4) * x.sin()).backward()
+            inner.step()
+        for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+            param.grad = param.detach() - other.detach()
+        outer.step()
+
+
+@healthy
+def a_plateau_that_lowers_the_learning_rate_to_nothing() -> None:
+    """The typical update is tiny; those of the beginning were not."""
+    model = mlp(16, 32, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for step in range(200):
+        optimizer.param_groups[0]["lr"] = 1e-2 if step < 60 else 1e-9
+        classify(1, optimizer, model, noise=6.0)
+
+
+@healthy
+def a_reward_that_is_maximized() -> None:
+    weight = nn.Parameter(torch.full((8,), 0.01))
+    optimizer = torch.optim.Adam([weight], lr=0.1, maximize=True)
+    for _ in range(200):
+        optimizer.zero_grad()
+        (torch.rand(32, 8) @ weight).mean().backward()
+        optimizer.step()
+
+
+@healthy
+def gradient_descent_that_arrives_above_zero() -> None:
+    weight = nn.Parameter(torch.tensor([5.0, 3.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.4995)
+    for _ in range(200):
+        optimizer.zero_grad()
+        ((weight - 1).square().sum() + 7).backward()
+        optimizer.step()
+
+
 def _few_steps(steps: int) -> Train:
     def train() -> None:
         model = mlp(16, 8, 4)

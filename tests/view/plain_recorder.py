@@ -34,6 +34,15 @@ class PlainRecorder:
         self.is_unscaled = False
         self.pending: dict[str, Any] = {}
         self.weights: list[torch.Tensor] | None = None
+        self.used: dict[int, list[tuple[torch.Tensor, torch.Tensor, int]]] = {}
+        self.uncleared: set[int] = set()
+
+    def before_backward(self) -> None:
+        self.uncleared = {
+            number
+            for number, used in self.used.items()
+            if any(param.grad is grad and grad._version == version for param, grad, version in used)
+        }
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -42,7 +51,9 @@ class PlainRecorder:
             number = self.numbers[id(optimizer)] = len(self.numbers)
             names = [f"{i}.{'weight' if param.dim() > 1 else 'bias'}" for i, param in enumerate(params)]
             kind = type(optimizer).__name__
-            self.lines.append({"kind": "optimizer", "optimizer": number, "class": kind, "names": names})
+            settings = {"maximize": optimizer.param_groups[0].get("maximize", False)}
+            line = {"kind": "optimizer", "optimizer": number, "class": kind, "names": names, "settings": settings}
+            self.lines.append(line)
         self.counts[number] = step = self.counts.get(number, 0) + 1
         divisor = 1.0 if self.is_unscaled or self.scale is None else self.scale
         grads = [None if p.grad is None else p.grad.detach().to_dense().float() / divisor for p in params]
@@ -50,6 +61,8 @@ class PlainRecorder:
         record: dict[str, Any] = {"kind": "step", "step": step, "optimizer": number, "time": float(step)}
         if present:
             record["norm"] = float(torch.stack([grad.double().norm() for grad in present]).norm())
+        if number in self.uncleared and any(param.grad is grad for param, grad, _ in self.used[number]):
+            record["leftover"] = True
         record["nan"] = sum(int(grad.isnan().sum()) for grad in present)
         record["inf"] = sum(int(grad.isinf().sum()) for grad in present)
         record["lr"] = float(optimizer.param_groups[0]["lr"])
@@ -74,6 +87,8 @@ class PlainRecorder:
             before = [weight.float() for weight in self.weights]
             changes = [(p.detach().float() - old).norm() / old.norm() for p, old in zip(params, before, strict=True)]
             self.pending["updates"] = [float(change) for change in changes]
+        used = [(param, param.grad, param.grad._version) for param in params if param.grad is not None]
+        self.used[self.pending["optimizer"]] = used
         self.finish(skipped=False)
 
     def finish(self, *, skipped: bool) -> None:
@@ -105,6 +120,7 @@ def record(
     scaler_unscale = torch.amp.GradScaler.unscale_
 
     def recorded_backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        recorder.before_backward()
         value = float(loss.detach().sum()) / (recorder.scale or 1.0)
         recorder.closure_loss = value if recorder.loss is None else recorder.closure_loss
         recorder.loss = value if recorder.loss is None else recorder.loss + value

@@ -113,6 +113,22 @@ def gpt_in_float16_without_scaling() -> None:
         update(optimizer, next_token(model, sentences(4)))
 
 
+def vanishing_gradients() -> None:
+    net = mlp(16, *[32] * 20, 4, activation=nn.Sigmoid)
+    classifier(sgd(0.05), steps=200, model=net)()
+
+
+def clipped_to_almost_nothing() -> None:
+    model = mlp(16, 64, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(120):
+        x, y = classes(4)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
+        optimizer.step()
+
+
 def clipped_before_unscale(*, unscales: bool, size: float = 0.1) -> Train:
     def train() -> None:
         model, scaler = mlp(16, 64, 4), torch.amp.GradScaler("cpu", init_scale=2.0**16)

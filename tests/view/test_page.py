@@ -133,6 +133,19 @@ def test_several_runs_are_compared_in_one_page(tmp_path: Path) -> None:
     assert "config data.batch" not in rows, "the same in both"
 
 
+def test_the_settings_of_runs_do_not_hide_their_numbers(tmp_path: Path) -> None:
+    """The row "scale" had the policy of the control instead of the scale."""
+    one, two = write_run(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
+    settings = {"momentum": 0.9, "nesterov": False}
+    line = made.optimizer(kind="SGD", scale="DynamicScale()", settings=settings)
+    made.write(two, [made.header(), line, *made.steps(always=lambda step: {"scale": 65536.0})])
+    rows = report.comparison(report.read_reports([one, two]))
+    assert rows["scale"] == ["2^16 → 2^19", "2^16"]
+    assert rows["scale policy"] == ["–", "DynamicScale()"]
+    assert rows["momentum"] == ["–", "0.9"]
+    assert "nesterov" not in rows, "False, which is the same as none"
+
+
 def test_identical_trainings_are_called_identical(tmp_path: Path) -> None:
     one, two = write_run(tmp_path / "a.jsonl"), write_run(tmp_path / "b.jsonl")
     lines = two.read_text().splitlines()

@@ -114,7 +114,6 @@ def true_numbers(records: list[dict[str, Any]], finding: Finding) -> dict[str, f
     rejected = [bool(r.get("rejected")) for r in records]
     overflow = [s and not j and not lo for s, j, lo in zip(skipped, rejected, lost, strict=True)]
     bad = [bool(r["nan"] or r["inf"]) and not s for r, s in zip(records, skipped, strict=True)]
-    clipped = [bool(r.get("clipped")) for r, s in zip(records, skipped, strict=True) if not s]
     numbers: dict[str, float] = {"steps": len(records)}
     if losses:
         numbers |= {"first_loss": losses[0][1], "final_loss": losses[-1][1], "highest_loss": max(v for _, v in losses)}
@@ -129,8 +128,6 @@ def true_numbers(records: list[dict[str, Any]], finding: Finding) -> dict[str, f
         numbers |= {"applied": sum(bad), "step": bad.index(True) + 1}
     if finding.rule == "nonfinite_loss" and "nonfinite_losses" in finding.numbers:
         numbers |= {"nonfinite_losses": sum(lost), "step": lost.index(True) + 1}
-    if finding.rule == "constant_clipping":
-        numbers["clipped_share"] = sum(clipped) / len(clipped)
     return numbers
 
 

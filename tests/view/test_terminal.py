@@ -185,6 +185,17 @@ def test_ls_shows_runs_by_their_first_and_last_lines(tmp_path: Path) -> None:
     assert (entries[1].last_step, entries[2].final_loss) == (20, 1.5)
 
 
+def test_a_damaged_time_does_not_hide_the_other_runs(tmp_path: Path) -> None:
+    for name, begin in (("a", 1e18), ("b", "inf"), ("c", "soon"), ("d", 1e9)):
+        path = made.write(tmp_path / f"{name}.jsonl", [made.header(time=begin), made.optimizer(), *made.steps(3)])
+        report.write_page([path], tmp_path / "page.html")
+    console = Console(file=io.StringIO(), width=200)
+    console.print(ls.to_text(ls.list_runs(tmp_path)))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [f"{name}.jsonl" in shown for name in "abcd"] == [True] * 4
+    assert "2001-09-" in shown
+
+
 def test_ls_of_an_empty_or_missing_folder(tmp_path: Path) -> None:
     assert printed(ls.to_text(ls.list_runs(tmp_path))).strip() == "The folder contains no run files."
     with pytest.raises(runfile.BadRunFile, match="no such folder"):

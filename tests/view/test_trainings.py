@@ -79,6 +79,14 @@ SICK = {
     "overflow at every scale": (sick.overflow_at_every_scale, "skipped_steps", "problem", "Values overflow even at"),
     "Adam with 1e-8": (classifier(adam(1e-8), steps=200), "not_learning", "warning", "(1e-08) is too small"),
     "SGD with 1e-7": (classifier(sgd(1e-7), steps=200), "not_learning", "warning", "is too small"),
+    "Adam with 1e-9 and noisy batches": (
+        classifier(adam(1e-9), steps=120, batch=2),
+        "not_learning",
+        "warning",
+        "(1e-09) is too small",
+    ),
+    "clipped to 1e-6": (sick.clipped_to_almost_nothing, "not_learning", "warning", "Or the clip limit is"),
+    "20 sigmoids": (sick.vanishing_gradients, "not_learning", "warning", "Gradients vanish"),
     "no zero_grad, SGD": (classifier(sgd(0.01), clears=False), "missing_zero_grad", "warning", "zero_grad()"),
     "no zero_grad, small batches": (
         classifier(sgd(0.001), clears=False, batch=4),

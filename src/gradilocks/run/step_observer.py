@@ -22,7 +22,7 @@ from gradilocks.run.guard import Guard
 from gradilocks.run.replay import CallLog, find_culprit, module_names
 from gradilocks.step.gradients import dense_grads, parameters
 from gradilocks.step.measure import statistics_of
-from gradilocks.torch_private import supports_amp_scaling
+from gradilocks.torch_private import supports_amp_scaling, version_of
 from gradilocks.trace import Culprit, nonfinite_values
 
 __all__ = ["StepObserver"]
@@ -44,6 +44,10 @@ class _OptimizerEntry:
     signature: tuple[Any, ...]
     sample: WeightSample
     step: int = 0
+    used: tuple[weakref.ref[Tensor], weakref.ref[Tensor], int] | None = None
+    """A parameter, its gradient in the last step, and the gradient's version after it."""
+    has_leftover: bool = False
+    """True if this gradient was not cleared before the latest backward."""
 
 
 @dataclass
@@ -111,6 +115,10 @@ class StepObserver:
         self._latest = _BackwardState(culprit=self._latest.culprit if self._stepping else None)
         if self._has_stepped:  # The loss is kept until then: several optimizers may step after one backward.
             self._losses, self._has_stepped = [], False
+        for entry in self._entries if not self._stepping else ():
+            entry.has_leftover = False
+            if entry.used is not None and (param := entry.used[0]()) is not None and param.grad is not None:
+                entry.has_leftover = param.grad is entry.used[1]() and version_of(param.grad) == entry.used[2]
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
             is_scaled = self._scaled is not None and self._scaled[0]() is tensor
             loss = self._scaled[1] if is_scaled and self._scaled is not None else tensor.detach()
@@ -300,6 +308,11 @@ class StepObserver:
             "largest": max(columns["largest"], default=0.0) / scale,
             "is_unscaled": True,
         }
+        used = next(((param, param.grad) for param in params if param.grad is not None), None)
+        if entry.has_leftover and entry.used is not None and used is not None and used[1] is entry.used[1]():
+            fields["leftover"] = True
+        entry.used = None if used is None else (weakref.ref(used[0]), weakref.ref(used[1]), version_of(used[1]))
+        entry.has_leftover = False
         tensors: dict[str, Tensor] = {}
         losses = [loss if is_unscaled else loss / scale for loss, is_unscaled in self._losses]
         if losses:
@@ -335,6 +348,7 @@ class StepObserver:
         replaceable = [entry for entry in equal if entry.optimizer() is None] or equal[: len(equal) // MAX_ALIKE]
         if replaceable:
             replaceable[0].optimizer, replaceable[0].sample = weakref.ref(optimizer), WeightSample(params)
+            replaceable[0].used = None
             return replaceable[0]
         if not all(map(self._name, params)):
             self._find_names(params)

@@ -59,6 +59,8 @@ class Columns:
     rejected: Bools
     nonfinite: Bools
     """True where the gradients contained NaN or Inf."""
+    leftover: Bools
+    """True where backward added to gradients of the previous step."""
     rank: NDArray[np.int64]
     """The rank whose gradients were non-finite, if it is not rank 0; else -1."""
     detail: NDArray[np.int64]
@@ -133,6 +135,7 @@ def _columns(run: Run, optimizer: int, *, is_one_of_several: bool) -> Columns:
         skipped=skipped,
         rejected=_flags(steps, "rejected"),
         nonfinite=(np.nan_to_num(_floats(steps, "nan")) + np.nan_to_num(_floats(steps, "inf"))) > 0,
+        leftover=_flags(steps, "leftover"),
         rank=np.nan_to_num(_floats(steps, "rank"), nan=-1, posinf=-1, neginf=-1).astype(np.int64),
         detail=np.array(detail, dtype=np.int64),
         norms=np.where(is_missing, np.nan, norms),

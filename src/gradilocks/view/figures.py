@@ -156,7 +156,8 @@ def _curve_panel(
         positive = pooled[pooled > 0]
         is_wide = len(positive) == len(pooled) and positive.max() > 20 * np.median(positive)
         if is_wide or caption == "Loss scale":
-            fig.update_yaxes(type="log", exponentformat="power", nticks=5, row=row, col=1)
+            decades = math.log10(positive.max()) - math.log10(positive.min())
+            fig.update_yaxes(type="log", exponentformat="power", dtick=max(1, round(decades / 5)), row=row, col=1)
         if caption == "Loss scale":
             _label_powers_of_two(fig, row, positive)
         if text_of is percent:

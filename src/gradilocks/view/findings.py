@@ -109,6 +109,25 @@ class Case:
         """The step number of a row."""
         return int(self.steps.step[row])
 
+    @property
+    def is_maximized(self) -> bool:
+        """True if the optimizer maximizes the loss."""
+        settings = self.steps.info.get("settings")
+        return isinstance(settings, dict) and settings.get("maximize") is True
+
+    @property
+    def gains(self) -> Floats:
+        """How much better the loss of each step is than the first one."""
+        return (self.steps.loss - self.summary.first_loss) * (1 if self.is_maximized else -1)
+
+    @property
+    def has_improved(self) -> bool:
+        """True if the loss of the last tenth is better than the first by a tenth, and not worse than the beginning."""
+        gains = self.gains[self.steps.finite_loss]
+        tenth = max(1, len(gains) // 10)
+        gain = median(gains[-tenth:])
+        return len(gains) >= 10 and gain > 0.1 * abs(self.summary.first_loss) and gain >= median(gains[:tenth])
+
 
 @np.errstate(all="ignore")
 def find(run: Run) -> list[Finding]:
@@ -145,14 +164,15 @@ def verdict(run: Run, findings: list[Finding] | None = None) -> Verdict:
         is_explained = explained and worst.rule in (*NONFINITE_RULES, "diverged")
         where = f"; {min(explained, key=lambda finding: finding.step or 0).culprit}" if is_explained else ""
         return Verdict(f"{worst.severity.capitalize()}: {worst.title.rstrip('.')}{where}.", worst.severity)
-    summaries = [summarize(run, steps) for steps in columns(run)]
-    steps = count(max(summary.steps for summary in summaries), "step")
-    if len(summaries) > 1:
-        return Verdict(f"No problem found in {steps} of {len(summaries)} optimizers.", "ok")
-    first, final = summaries[0].first_loss, summaries[0].final_loss
+    cases = [Case(run, steps, summarize(run, steps), is_one_of_several=False) for steps in columns(run)]
+    steps = count(max(case.summary.steps for case in cases), "step")
+    if len(cases) > 1:
+        return Verdict(f"No problem found in {steps} of {len(cases)} optimizers.", "ok")
+    first, final = cases[0].summary.first_loss, cases[0].summary.final_loss
     if math.isnan(first):
         return Verdict(f"No problem found in {steps}.", "ok")
-    word = "Healthy:" if final < first else "No problem found:"
+    is_better = cases[0].gains[cases[0].steps.finite_loss][-1] > 0
+    word = "Healthy:" if is_better and cases[0].has_improved else "No problem found:"
     return Verdict(f"{word} {steps}, loss {number(first)} → {number(final)}.", "ok")
 
 
@@ -166,7 +186,7 @@ def diverged(case: Case) -> Finding | None:
     tenfold. When a task gets harder both may rise, but not the updates.
     """
     steps, rows, first, final = case.steps, case.steps.finite_loss, case.summary.first_loss, case.summary.final_loss
-    if len(rows) < 3 or not steps.applied.any():
+    if len(rows) < 3 or not steps.applied.any() or case.is_maximized:
         return None
     losses, norms = steps.loss[rows], steps.norm[rows]
     ends_nonfinite = _nonfinite_loss_since(steps) is not None
@@ -184,7 +204,7 @@ def diverged(case: Case) -> Finding | None:
         norm_grew or is_replaced or ends_nonfinite
     )
     # With normalization layers nothing overflows when the weights are replaced, but nothing is learned.
-    stays_high = is_replaced and not case.is_one_of_several and 0 < first < min(final, float(np.median(losses[-5:])))
+    stays_high = is_replaced and not case.is_one_of_several and 0 < first < min(final, late_mean)
     if not is_problem and not (stays_high and losses.max() >= 10 * first):
         return None
     row = int(rows[_rise(losses, 10 * usual)])
@@ -431,8 +451,10 @@ def no_gradient(case: Case) -> Finding | None:
 
 
 def _is_solved(case: Case) -> NDArray[np.bool_]:
-    """True where the loss is at most a hundredth of the first: zero gradients are normal there."""
-    return np.asarray(np.abs(case.steps.loss) <= 0.01 * abs(case.summary.first_loss))
+    """True where the loss is far better than the first and close to the best: zero gradients are normal there."""
+    gains = case.gains
+    best = np.max(gains[case.steps.finite_loss], initial=0.0)
+    return np.asarray(gains >= max(0.1 * abs(case.summary.first_loss), 0.9 * best))
 
 
 def unchanged_weights(case: Case) -> Finding | None:
@@ -506,52 +528,17 @@ def clipped_before_unscale(case: Case) -> Finding | None:
 
 
 def missing_zero_grad(case: Case) -> Finding | None:
-    """Gradients are never cleared, so that they add up.
-
-    The norm of such a sum grows smoothly, by at most one gradient per step, and hardly ever falls. Norms of
-    individual batches differ by a tenth or more.
-    """
-    steps = case.steps
-    norm = steps.norm[steps.applied]
-    if len(norm) < 30 or not np.isfinite(norm).all() or norm.min() <= 0:
-        return None
-    later = norm[len(norm) // 10 :]
-    is_sum = (
-        _adds_up(norm[:6])
-        and norm[5] >= 1.2 * norm[0]
-        and np.median(np.abs(np.diff(later) / later[:-1])) <= 0.05
-        and (norm / np.maximum.accumulate(norm)).min() >= 0.7
-        and np.median(norm) >= 3 * norm[0]
-    )
-    if not is_sum and not _adds_up_to_limit(norm, steps.limit[steps.applied]):
+    """Backward added to the gradients of the previous step."""
+    rows = np.flatnonzero(case.steps.leftover)
+    if len(rows) < max(3, 0.9 * (len(case.steps) - 1)):
         return None
     return _finding(
         "warning",
-        "Gradients add up from step to step, as if zero_grad() were missing",
-        "The norm was {first_norm} in the first step and {sixth_norm} in the sixth; its median is {typical_norm}. Call "
+        "Gradients are not cleared between steps",
+        "In {leftover} of {steps:step} backward added to gradients of the step before (first: step {step}). Call "
         "`optimizer.zero_grad()` once per step.",
-        values={
-            "first_norm": norm[0],
-            "sixth_norm": norm[5],
-            "typical_norm": case.summary.typical_norm,
-            "step": case.step(0),
-        },
+        values={"leftover": len(rows), "steps": len(case.steps), "step": case.step(rows[0])},
     )
-
-
-def _adds_up(norm: Floats) -> bool:
-    """True if every norm exceeds the previous one by at most about one gradient."""
-    return bool(((norm[1:] >= 0.98 * norm[:-1]) & (np.diff(norm) <= 1.5 * norm[0])).all())
-
-
-def _adds_up_to_limit(norm: Floats, limits: Floats) -> bool:
-    """True if a sum of gradients rises to a fixed limit and then remains just above it, because each step clips it."""
-    limit, first = limits[0], norm[0]
-    above = np.flatnonzero(norm > limit)
-    if not ((limits == limit).all() and len(above) and first <= 0.75 * limit and norm[1] >= 1.25 * first):
-        return False
-    rise, rest = norm[: above[0] + 1], norm[above[0] + 1 :]
-    return len(rest) >= 30 and _adds_up(rise) and bool(((rest > limit) & (rest <= limit + 3 * first)).all())
 
 
 def not_learning(case: Case) -> Finding | None:
@@ -572,24 +559,36 @@ def not_learning(case: Case) -> Finding | None:
     # By chance, the means of ten windows span 3.1 standard errors on average, and hardly ever 5.
     is_wavy = np.ptp(tenths) > 5 * noise / math.sqrt(len(losses) / 10)
     level = abs(np.median(losses))
-    if moved > 2 * error or is_wavy or noise > 0.3 * level or moved + 3 * error > 0.1 * level:
-        return None
+    # A loss that fell in the first step only, and converged, is learning.
+    has_jumped = abs(losses[0] - np.median(losses)) > 10 * np.median(np.abs(losses - np.median(losses)))
     # Weights with zero gradients do not change at any learning rate.
     updates = np.where(steps.norms > 0, steps.updates, np.nan)[:, _weights(steps)]
     update = median(updates) if len(updates) >= 3 else math.nan
+    is_unclear = noise > 0.3 * level or moved + 3 * error > 0.1 * level
+    is_constant = not (moved > 2 * error or is_wavy or is_unclear)
+    # All steps together changed no weight visibly, so they have not changed the loss, however noisy it is.
+    sizes = [float(part.mean()) for part in (col[np.isfinite(col)] for col in updates.T) if len(part) >= 3]
+    is_at_rest = len(losses) * max(sizes, default=math.nan) < 1e-4 and moved <= 4 * error
+    if has_jumped or not (is_constant or is_at_rest):
+        return None
     rate = "learning rate" if np.isnan(steps.lr).all() else "learning rate ({typical_lr})"
     size = "A step changes a weight tensor by {update} of its norm (usual: about 0.001): the " + rate
     reason = ""
-    if update < 1e-5:
+    norms = {median(steps.norms[:, i]): clean(steps.names[i]) for i in _weights(steps)}
+    smallest, largest = min(norms, default=math.nan), max(norms, default=math.nan)
+    if update < 1e-5 and 0 <= smallest < 1e-6 * largest:
+        reason = "Gradients vanish: the typical norm is {smallest_norm} in {smallest} and {largest_norm} in {largest}. "
+        reason += "Use residual connections, normalization, or another initialization or activation."
+    elif update < 1e-5:
         reason = size + " is too small."
-        if (steps.scale > 1).any() and case.summary.clipped_share > 0.9:
-            reason += " Or gradients are clipped before they are unscaled."
+        if case.summary.clipped_share > 0.9:
+            reason += " Or the clip limit is, for example because gradients are clipped before they are unscaled."
     elif update > 0.1:
         reason = size + " is too high."
     return _finding(
         "warning" if reason else "note",
-        "The loss did not change beyond its noise in {losses:step}",
-        "Its mean was {first_tenth} in the first tenth of the steps and {last_tenth} in the last; its noise is "
+        f"The {'loss did not change beyond its noise' if is_constant else 'weights hardly changed'} in {{losses:step}}",
+        "The mean loss was {first_tenth} in the first tenth of the steps and {last_tenth} in the last; its noise is "
         "{noise}. " + (reason or "Check that inputs match their targets, unless the weights were already trained."),
         values={
             "losses": len(losses),
@@ -597,6 +596,10 @@ def not_learning(case: Case) -> Finding | None:
             "last_tenth": tenths[-1],
             "noise": noise,
             "update": update,
+            "smallest_norm": smallest,
+            "smallest": norms.get(smallest, ""),
+            "largest_norm": largest,
+            "largest": norms.get(largest, ""),
             "typical_lr": median(steps.lr),
         },
     )
@@ -625,10 +628,7 @@ def zero_gradients(case: Case) -> Finding | None:
     if not names:
         return None
     worst = max(names, key=lambda i: typical[i])
-    losses = steps.loss[steps.finite_loss]
-    tenth = max(1, len(losses) // 10)
-    has_fallen = len(losses) >= 10 and np.median(losses[-tenth:]) < 0.9 * min(losses[0], np.median(losses[:tenth]))
-    is_alarm = 2 * len(names) >= len(weights) and len(losses) >= 10 and not has_fallen
+    is_alarm = 2 * len(names) >= len(weights) and len(steps.finite_loss) >= 10 and not case.has_improved
     return _finding(
         "warning" if is_alarm else "note",
         "The gradients of {tensors} of {weights:weight tensor} are mostly zero",
@@ -724,31 +724,6 @@ def rejected_steps(case: Case) -> Finding | None:
     )
 
 
-def constant_clipping(case: Case) -> Finding | None:
-    """Nearly every step was clipped."""
-    steps = case.steps
-    if len(steps) < 50 or not case.summary.clipped_share >= 0.9 or np.isnan(steps.limit).all():
-        return None
-    is_adaptive = "adam" in str(steps.info.get("class", "")).lower()
-    is_tiny = ((steps.scale > 1) & (steps.limit < 1e-3 * steps.norm)).sum() > 0.9 * len(steps)
-    return _finding(
-        "note",
-        "{clipped_share} of the applied steps were clipped",
-        "The typical norm is {typical_norm}, the limit {limit}. "
-        + (
-            "Adam normalizes the gradients, so this changes little."
-            if is_adaptive
-            else "The limit determines the length of nearly every step: it acts as a second learning rate."
-        )
-        + (" So low a limit is typical of a clip before `scaler.unscale_(optimizer)`." if is_tiny else ""),
-        values={
-            "clipped_share": case.summary.clipped_share,
-            "typical_norm": case.summary.typical_norm,
-            "limit": median(steps.limit),
-        },
-    )
-
-
 def unused_parameters(case: Case) -> Finding | None:
     """Some parameters of the optimizer never had a gradient."""
     steps = case.steps
@@ -768,7 +743,7 @@ TIERS: tuple[tuple[Rule, ...], ...] = (
     (diverged, corrupt_weights, nonfinite_loss, skipped_steps),
     (no_gradient, unchanged_weights, clipped_before_unscale),
     (missing_zero_grad, not_learning, zero_gradients, spikes, rejected_steps),
-    (constant_clipping, unused_parameters),
+    (unused_parameters,),
 )
 
 

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -16,7 +15,7 @@ from rich.text import Text
 from gradilocks.view.columns import to_float
 from gradilocks.view.report import STYLES
 from gradilocks.view.runfile import BadRunFile, Record, parse
-from gradilocks.view.text import clean, duration, number
+from gradilocks.view.text import clean, duration, moment, number
 
 __all__ = ["Entry", "list_runs", "to_text"]
 
@@ -54,15 +53,15 @@ def list_runs(folder: Path | str) -> list[Entry]:
     """The run files and audits in a folder, oldest first, without files of ranks above 0.
 
     Raises:
-        BadRunFile: the folder cannot be read.
+        BadRunFile: the folder does not exist.
     """
-    try:
-        files = sorted(Path(folder).glob("*.jsonl"))
-        if not Path(folder).is_dir():
-            raise NotADirectoryError(0, "no such folder")
-    except OSError as error:
-        raise BadRunFile(f"{folder}: {error.strerror or error}") from error
-    entries = [entry for entry in map(_entry, files) if entry is not None and not entry.header.get("rank")]
+    if not Path(folder).is_dir():
+        raise BadRunFile(f"{folder}: no such folder")
+    entries = [
+        entry
+        for entry in map(_entry, sorted(Path(folder).glob("*.jsonl")))
+        if entry is not None and not entry.header.get("rank")
+    ]
     return sorted(entries, key=lambda entry: to_float(entry.header.get("time") or 0))
 
 
@@ -114,13 +113,13 @@ def _tables(entries: list[Entry]) -> Iterator[RenderableType]:
 
 
 def _row(entry: Entry) -> list[Text]:
-    end, started = entry.end or {}, to_float(entry.header.get("time"))
+    end = entry.end or {}
     style = STYLES.get(str(end.get("severity")), "")
     verdict = "; ".join(str(end.get("verdict", "–")).split("; ")[:2])  # Leaves out the inputs of the culprit.
     return [
         Text(clean(entry.path.name)),
         Text(clean(entry.header.get("label", ""))),
-        Text(f"{datetime.fromtimestamp(started):%Y-%m-%d %H:%M}" if started > 0 else "–"),
+        Text(moment(to_float(entry.header.get("time"))) or "–"),
         Text("–" if entry.last_step is None else f"{entry.last_step:,}"),
         Text("–" if math.isnan(entry.final_loss) else number(entry.final_loss)),
         Text(entry.state),

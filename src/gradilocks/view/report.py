@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from rich.text import Text
 from gradilocks.view.columns import DEFINITIONS, Columns, columns, facts, json_number, summarize, to_float
 from gradilocks.view.findings import Finding, Verdict, find, verdict
 from gradilocks.view.runfile import Run, read
-from gradilocks.view.text import clean, number
+from gradilocks.view.text import clean, moment, number
 
 __all__ = ["Report", "to_json", "to_text", "write_page"]
 
@@ -62,10 +61,9 @@ class Report:
         """The command, the machine, the configuration and the settings of the optimizers."""
         header = self.run.header
         command = header.get("command")
-        started = to_float(header.get("time"))
         shown: dict[str, Any] = {"file": self.run.path}
         shown["command"] = " ".join(map(str, command)) if isinstance(command, list) else None
-        shown["started"] = f"{datetime.fromtimestamp(started):%Y-%m-%d %H:%M}" if started > 0 else None
+        shown["started"] = moment(to_float(header.get("time"))) or None
         shown["device"] = header.get("device")
         shown["ranks"] = header.get("world_size") if header.get("world_size") != 1 else None
         shown |= _flat(header.get("versions"))
@@ -73,7 +71,8 @@ class Report:
         for steps in self.optimizers:
             prefix = f"{steps.label} " if len(self.optimizers) > 1 else ""
             shown[prefix + "optimizer"] = steps.info.get("class")
-            shown |= {prefix + name: steps.info.get(name) for name in ("parameters", "tensors", "scale", "clip")}
+            shown |= {prefix + name: steps.info.get(name) for name in ("parameters", "tensors")}
+            shown |= {f"{prefix}{name} policy": steps.info.get(name) for name in ("scale", "clip")}
             shown |= _flat(steps.info.get("settings"), prefix)
         shown |= _flat(header.get("config"), "config ")
         # Ten digits: a schedule may turn 3e-07 into 3.0000000000000004e-07.
@@ -137,7 +136,9 @@ def comparison(reports: Sequence[Report]) -> dict[str, list[str]]:
         rows[name] = [values.get(name, "–") for values in numbers]
     for name in dict.fromkeys(name for report in reports for name in report.settings):
         values = [report.settings.get(name, "–") for report in reports]
-        if len(set(values)) > 1:
+        # A setting that is False in one run and missing in another does not differ.
+        present = set(values) - {"–", "False"}
+        if len(set(values)) > 1 and len(present) > name.startswith("optimizer "):
             rows[name] = values
     rows["loss differs from the first run"] = [_first_difference(mains[0], steps) for steps in mains]
     return rows

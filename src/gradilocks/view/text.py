@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from datetime import datetime
 
-__all__ = ["clean", "count", "duration", "number", "percent", "scale_text", "shorten", "some_of"]
+__all__ = ["clean", "count", "duration", "moment", "number", "percent", "scale_text", "shorten", "some_of"]
 
 
 def clean(text: object) -> str:
-    r"""Escapes unprintable characters, so that names in a file cannot control the terminal.
+    r"""Text on one line, with unprintable characters escaped, so that names in a file cannot control the terminal.
 
     Example:
-        >>> clean("a\x1b[31mb")
-        'a\\x1b[31mb'
+        >>> clean("a\x1b[31mb\n\tc")
+        'a\\x1b[31mb c'
     """
-    shown = str(text)
+    shown = " ".join(str(text).split())
     if shown.isprintable():
         return shown
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
@@ -92,6 +93,16 @@ def duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def moment(seconds: float) -> str:
+    """Local date and time of a Unix time; "" for a number that is none.
+
+    Example:
+        >>> moment(1e18), moment(float("nan"))
+        ('', '')
+    """
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}" if 0 < seconds < 1e11 else ""
 
 
 def shorten(name: str, length: int) -> str:
