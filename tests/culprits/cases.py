@@ -161,6 +161,7 @@ OTHERS = (
     Other("metric_of_the_loss", "unknown"),
     Other("vmapped", "unknown"),
     Other("root_parameter", "parameter", "scale"),
+    Other("square_of_large_outputs", "script", "", "", "forward"),
 )
 
 

@@ -651,6 +651,17 @@ def root_parameter():
     train(Net())
 
 
+def square_of_large_outputs():
+    """The outputs are finite, and their sum overflows float32."""
+    model = nn.Linear(4, 3)
+
+    def loss_of(x, y):
+        model.bias.data.fill_(1e38 if is_now() else 0.0)
+        return model(x).square().mean()
+
+    train(model, loss_of)
+
+
 torch.manual_seed(0)
 globals()[FAULT]()
 print("drawn", torch.rand(1).item())

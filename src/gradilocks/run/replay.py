@@ -129,10 +129,10 @@ def _norm(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_complex():
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor.coalesce().values()
-    # `dtype=` converts within the kernel; `float()` would copy logits of a gigabyte.
-    wide = torch.float32 if tensor.element_size() < 4 else tensor.dtype
-    # The 1-norm: a sum of squares is Inf for finite numbers above 1e19.
-    norm: Tensor = torch.linalg.vector_norm(tensor, 1, dtype=wide)
+    # `dtype=` converts within the kernel; `float()` would copy logits of a gigabyte. A float32 sum is Inf for finite
+    # numbers above 1e38 / n, but 20 M take 16 ms in float32 on a CPU and 90 in float64.
+    has_float64 = tensor.device.type != "mps" and (tensor.numel() <= 1 << 20 or tensor.dtype is torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(tensor, 1, dtype=torch.float64 if has_float64 else torch.float32)
     return norm
 
 
