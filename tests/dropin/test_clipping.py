@@ -253,9 +253,10 @@ def test_tiny_and_huge_gradients_keep_their_norm(scale, p, dtype):
 
 
 @pytest.mark.parametrize("norm", [math.inf, math.nan, torch.tensor(math.nan), torch.tensor(math.inf)])
-def test_a_given_nonfinite_norm_leaves_every_gradient_unchanged(norm):
+@pytest.mark.parametrize("bound", [0.0, 1.0, 1.7])  # 1 / 1.7 * 1.7 is not 1 in float32.
+def test_a_given_nonfinite_norm_leaves_every_gradient_unchanged(norm, bound):
     params = example()
-    OURS.clip_grads_with_norm_(params, 1.0, norm)
+    OURS.clip_grads_with_norm_(params, bound, norm)
     assert values(params) == UNCHANGED
 
 

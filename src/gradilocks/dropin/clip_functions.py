@@ -238,9 +238,8 @@ def _multiply(groups: Groups, total: Tensor | float, max_norm: float) -> None:
     if max_norm == math.inf:
         return
     if isinstance(total, Tensor):
-        # Where the norm is not finite, max_norm takes its place and the coefficient is 1. For a max_norm of 0 that is
-        # 0 / 0, which the second `nan_to_num` replaces.
-        divisor = torch.nan_to_num_(total + _EPSILON, nan=max_norm, posinf=max_norm)
+        # 0 takes the place of a non-finite norm, so that the coefficient is inf, or NaN if max_norm is 0; then exactly 1.
+        divisor = torch.nan_to_num_(total + _EPSILON, nan=0.0, posinf=0.0)
         coefficient = divisor.reciprocal_().mul_(max_norm).clamp_(max=1.0)
         coefficient = coefficient if max_norm else torch.nan_to_num_(coefficient, nan=1.0)
         for device, tensors in groups:
