@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from gradilocks.control import GradientControl
     from gradilocks.step.plan import StepPlan
 
-__all__ = ["load", "save"]
-
 _VERSION = 3
 _TORCH_SETTINGS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _TORCH_TENSORS = ("scale", "growth_tracker")

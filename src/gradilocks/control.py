@@ -35,8 +35,6 @@ from gradilocks.step.update import apply_in_place
 if TYPE_CHECKING:
     from gradilocks.dropin.control_scaler import ControlScaler
 
-__all__ = ["GradientControl"]
-
 _SCALED = "_gradilocks_is_scaled"
 """Attribute that marks the results of `scale_loss`."""
 

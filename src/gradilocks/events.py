@@ -11,8 +11,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from gradilocks.outcome import Outcome
 
-__all__ = ["Callback", "StepRecord", "Subscribers", "subscribe_all"]
-
 
 @dataclass(frozen=True)
 class StepRecord:

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["WRAPPER_ATTRIBUTES", "Names", "named_parameters"]
-
 WRAPPER_ATTRIBUTES = frozenset(
     ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_original_module")
 )

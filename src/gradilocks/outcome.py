@@ -16,8 +16,6 @@ from gradilocks.ranks.layout import Layout
 from gradilocks.step.decide import ROW
 from gradilocks.step.host_copy import LAG, HostCopy
 
-__all__ = ["NonFiniteCount", "Outcome", "RankCheck", "Streak", "never_finite_error", "nonfinite_error"]
-
 
 class NonFiniteCount(NamedTuple):
     """Number of NaN and Inf elements in one gradient."""

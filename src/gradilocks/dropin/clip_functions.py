@@ -23,8 +23,6 @@ from gradilocks.ranks.layout import collective_device, is_dtensor, meshes_of
 from gradilocks.step.gradients import by_device, dense_grads, elements
 from gradilocks.torch_private import outside_compile
 
-__all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
-
 Tensors = Tensor | Iterable[Tensor]
 Groups = Sequence[tuple[torch.device, Sequence[Tensor]]]
 """Tensors grouped by device; see `by_device`."""

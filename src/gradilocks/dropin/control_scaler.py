@@ -11,8 +11,6 @@ from torch import Tensor
 
 from gradilocks.torch_private import OptState, new_optimizer_state
 
-__all__ = ["ControlScaler"]
-
 
 class ControlScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` that calls a GradientControl. Created by `control.as_scaler()`.

@@ -24,8 +24,6 @@ from gradilocks.ranks.layout import collective_device, meshes_of
 from gradilocks.step.gradients import by_device, check_float16, dense_grads, parameters
 from gradilocks.torch_private import OptState, supports_amp_scaling
 
-__all__ = ["GradScaler", "ScalerOutcome"]
-
 _FLOAT32 = torch.finfo(torch.float32)
 _TORCH_DTYPES = {
     "cpu": {torch.float32, torch.float64, torch.float16, torch.bfloat16},

@@ -23,20 +23,6 @@ from torch.autograd.graph import increment_version
 
 from gradilocks.kernels import reference
 
-__all__ = [
-    "DESCRIPTION",
-    "LIBRARY_PATH",
-    "TYPES",
-    "AddressTable",
-    "adam",
-    "clamp_",
-    "measure",
-    "multiply_",
-    "norm",
-    "sgd",
-    "unscale_",
-]
-
 TYPES = (torch.float32,)
 """Dtypes of the kernels."""
 

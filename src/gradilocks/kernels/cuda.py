@@ -27,8 +27,6 @@ from gradilocks.kernels.pointer_table import (
 from gradilocks.kernels.triton_kernels import ORDERS, TYPES, launch_elementwise, launch_measure, launch_reduce
 from gradilocks.torch_private import foreach_mul_, foreach_norm
 
-__all__ = ["DESCRIPTION", "TYPES", "clamp_", "measure", "multiply_", "norm", "unscale_"]
-
 _dtype_of = attrgetter("dtype")
 DESCRIPTION = "Triton"
 """For `kernels.describe`."""

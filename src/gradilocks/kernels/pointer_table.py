@@ -14,28 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CHECKS_PER_STEP",
-    "GRAD",
-    "MASTER",
-    "MEASURE_CHUNK",
-    "MULTIPLY_CHUNK",
-    "OPTIMIZER_CHUNK",
-    "PARAM",
-    "SETTINGS",
-    "STATE1",
-    "STATE2",
-    "STEP",
-    "Chunks",
-    "OptimizerKind",
-    "PointerTable",
-    "addresses_of",
-    "chunks_for",
-    "is_capturing",
-    "on_device",
-    "upload",
-]
-
 GRAD, PARAM, STEP, STATE1, STATE2, MASTER = range(6)
 """Rows of a PointerTable. STEP is the address of Adam's float32 step count; STATE1 is exp_avg or momentum_buffer,
 STATE2 is exp_avg_sq. 0 is absent; a parameter whose GRAD is 0 is skipped."""

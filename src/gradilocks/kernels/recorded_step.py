@@ -43,8 +43,6 @@ from gradilocks.step.decide import ROW, Decision
 if TYPE_CHECKING:
     from gradilocks.optim.fused_step import FusedStep
 
-__all__ = ["RecordedStep", "UpdateTables"]
-
 SLOTS, STATISTICS_SLOTS = 1024, 64
 """Number of steps whose row, and whose statistics of each tensor, can still be read."""
 _captured: list[object] = []

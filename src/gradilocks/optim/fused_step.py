@@ -18,8 +18,6 @@ from gradilocks.ranks.layout import local
 from gradilocks.step.gradients import parameters
 from gradilocks.torch_private import version_of
 
-__all__ = ["FusedStep", "has_master", "match_layout", "refresh_master"]
-
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE_NAMES = {"adam": _MOMENTS, "adamw": _MOMENTS, "momentum": ("momentum_buffer",), "sgd": ()}
 _HALF = (torch.float16, torch.bfloat16)

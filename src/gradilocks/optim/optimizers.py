@@ -21,8 +21,6 @@ from gradilocks.ranks.layout import local
 from gradilocks.step.gradients import check_float16
 from gradilocks.torch_private import enable_amp_scaling, outside_compile
 
-__all__ = ["SGD", "Adam", "AdamW"]
-
 _IMPLEMENTATION = ("foreach", "fused", "master_weights")
 _DEVICES_WITH_FUSED_STEPS = ("cpu", "cuda")
 

@@ -16,19 +16,6 @@ from torch import Tensor
 from gradilocks.errors import RanksDiffer
 from gradilocks.ranks.layout import Layout, format_ranks
 
-__all__ = [
-    "RANK_ROW",
-    "combine",
-    "common_to_all",
-    "describe_disagreement",
-    "disagreement",
-    "first_culprits",
-    "gather_flat",
-    "gather_rows",
-    "handshake",
-    "reduce_powers",
-]
-
 RANK_ROW = ("power", "nonfinite", "first_bad", "loss", "has_loss", "largest", "scale", "step")
 """Numbers of one rank and step, in float64: sum of share · norm ** p (the largest norm for p = inf), count of NaN and
 Inf, index of the last parameter in the list that has one, the first in backward order (-1 for none), loss, 1 if there

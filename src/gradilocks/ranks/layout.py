@@ -31,21 +31,6 @@ from torch import Tensor, nn
 
 from gradilocks.torch_private import is_fsdp1_shard, local_tensor, localized_spec
 
-__all__ = [
-    "Layout",
-    "ShareFunction",
-    "check_rows_are_local",
-    "collective_device",
-    "dtensor_spec",
-    "format_ranks",
-    "is_dtensor",
-    "layout_of",
-    "local",
-    "meshes_of",
-    "reduce_partial",
-    "replicas_of",
-]
-
 ShareFunction = Callable[[str, Tensor], "float | None"]
 
 _warned = False

@@ -13,8 +13,6 @@ from gradilocks.errors import ReplicasDiffer
 from gradilocks.ranks.collective import gather_flat
 from gradilocks.ranks.layout import collective_device, dtensor_spec, format_ranks, local
 
-__all__ = ["check_replicas"]
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 22
 """Elements hashed at a time, so that a large embedding needs 64 MB of temporary memory and not twice its size."""

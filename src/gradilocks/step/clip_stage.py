@@ -15,8 +15,6 @@ from gradilocks.ranks.collective import reduce_powers
 from gradilocks.ranks.layout import Layout, check_rows_are_local
 from gradilocks.step.gradients import device_indices, elements
 
-__all__ = ["ClipStage", "Clipping"]
-
 
 @dataclass(frozen=True)
 class Clipping:

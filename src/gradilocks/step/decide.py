@@ -21,8 +21,6 @@ from gradilocks.ranks.layout import Layout
 from gradilocks.step.clip_stage import Clipping, ClipStage
 from gradilocks.step.state import StepState
 
-__all__ = ["ROW", "Decision", "clip_rule", "decide", "local_row"]
-
 ROW = ("skipped", "rejected", "scale", "norm", "limit", "clipped", "step", "nan", "inf", "largest")
 """Numbers of one step, in float64. `norm` and `limit` are of the unscaled gradients, `largest` of the scaled ones."""
 

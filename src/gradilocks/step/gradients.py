@@ -15,20 +15,6 @@ from gradilocks.errors import SharedParameter
 from gradilocks.names import Names
 from gradilocks.ranks.layout import is_dtensor, local, reduce_partial
 
-__all__ = [
-    "by_device",
-    "check_float16",
-    "check_optimizers",
-    "dense_grads",
-    "device_indices",
-    "elements",
-    "first_device",
-    "indexed_by_device",
-    "largest_finite",
-    "parameters",
-]
-
-
 _layout_of: Callable[[Any], torch.layout] = attrgetter("layout")
 _device_of: Callable[[Any], torch.device] = attrgetter("device")
 

@@ -22,8 +22,6 @@ from gradilocks.step.gradients import dense_grads
 from gradilocks.step.measure import statistics_of
 from gradilocks.step.state import StepState
 
-__all__ = ["HostStep", "Totals", "decide_on_host"]
-
 _FLOAT32 = torch.finfo(torch.float32)
 _FLAGS = torch.zeros(()), torch.ones(())  # The skip flag for False and for True.
 _TYPES = {torch.int32: ctypes.c_int32, torch.int64: ctypes.c_int64, torch.float32: ctypes.c_float}

@@ -21,8 +21,6 @@ from gradilocks.step.decide import local_row
 from gradilocks.step.gradients import device_indices, elements, indexed_by_device
 from gradilocks.step.state import StepState
 
-__all__ = ["Measurement", "measure", "statistics_of"]
-
 
 def statistics_of(tensors: Sequence[Tensor | None], *, order: float = 2.0, detail: bool = False) -> Tensor:
     """Measures gradients on any number of devices.

@@ -29,8 +29,6 @@ from gradilocks.torch_private import mark_stepped
 if TYPE_CHECKING:
     from gradilocks.kernels.recorded_step import RecordedStep
 
-__all__ = ["StepPlan"]
-
 _DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
 """Dtypes of parameters that the host step and the recorded step process."""
 

@@ -14,8 +14,6 @@ from gradilocks.scale import LARGEST_SCALE, SMALLEST_SCALE, ScalePolicy, ScaleRu
 if TYPE_CHECKING:
     from gradilocks.step.decide import Decision
 
-__all__ = ["StepState"]
-
 
 class StepState:
     """Scale, number of steps and length of the current run of non-finite steps.

@@ -16,8 +16,6 @@ from gradilocks.step.gradients import by_device, device_indices, indexed_by_devi
 from gradilocks.step.phase import StepGuard
 from gradilocks.torch_private import has_other_hooks
 
-__all__ = ["amp_arguments", "apply_in_place", "can_bypass_step", "update", "uses_amp_arguments"]
-
 
 def update(optimizer: Any, tensors: Sequence[Tensor | None], decision: Decision, begin: int = 0) -> None:
     """Steps one optimizer with the unscaled, clipped gradients, or leaves it unchanged.
