@@ -38,7 +38,7 @@ from gradilocks.kernels.triton_kernels import (
 )
 from gradilocks.ranks.collective import RANK_ROW, gather_rows
 from gradilocks.ranks.layout import Layout
-from gradilocks.step.decide import ROW, Decision
+from gradilocks.step.decide import ROW, Decision, StepInputs
 
 if TYPE_CHECKING:
     from gradilocks.optim.fused_step import FusedStep
@@ -175,17 +175,8 @@ class RecordedStep:
                 row[i] = addresses[j]
         return UpdateTables(rows, self._reader.sizes, kinds, groups, fused.group_count, self.device)
 
-    def run(
-        self,
-        grads: list[Tensor | None],
-        *,
-        is_unscaled: bool,
-        moves: bool,
-        overflow: Tensor | None = None,
-        loss: Tensor | None = None,
-        detail: bool = False,
-    ) -> Decision | None:
-        """Performs one step; see `StepPlan.step`. Every gradient is measured; `detail` has no effect.
+    def run(self, grads: list[Tensor | None], inputs: StepInputs) -> Decision | None:
+        """Performs one step. Every gradient is measured; `inputs.detail` has no effect.
 
         Returns:
             None if a gradient has another layout than its parameter.
@@ -193,7 +184,7 @@ class RecordedStep:
         addresses = self._reader.read_gradients(grads)
         if addresses is None:
             return None
-        slot = self.launch(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
+        slot = self.launch(addresses, inputs)
         return Decision(
             skip=self.skip,
             multiplier=self.multiplier,
@@ -204,9 +195,7 @@ class RecordedStep:
             rank_rows=None if self._layout is None else self.rows.clone(),
         )
 
-    def launch(
-        self, addresses: array[int], *, is_unscaled: bool, moves: bool, overflow: Tensor | None, loss: Tensor | None
-    ) -> int:
+    def launch(self, addresses: array[int], inputs: StepInputs) -> int:
         """Performs one step with the gradients at `addresses`.
 
         Returns:
@@ -216,25 +205,26 @@ class RecordedStep:
             # Eager steps must not overwrite the tables that the user's graph reads.
             twin = RecordedStep(self._params, self._step, order=self._order, fused=self._fused, layout=self._layout)
             self._twins.append(twin)
-            twin.launch(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
+            twin.launch(addresses, inputs)
             self.rows = twin.rows
             return -len(self._twins)
         self._table.refresh(addresses, [] if self._fused is None else self._fused.settings())
-        if overflow is not None:
-            self._buffers.overflow.copy_(overflow, non_blocking=True)
+        if inputs.overflow is not None:
+            self._buffers.overflow.copy_(inputs.overflow, non_blocking=True)
         elif self._has_overflow:
             self._buffers.overflow.zero_()
-        self._has_overflow = overflow is not None
-        flags = {"unscaled": is_unscaled, "moves": moves}
+        self._has_overflow = inputs.overflow is not None
+        key = inputs.is_unscaled, inputs.moves
+        flags = {"unscaled": inputs.is_unscaled, "moves": inputs.moves}
         if self._layout is None:
-            self._replay((is_unscaled, moves), partial(self._launch, measure=True, decide=True, **flags))
+            self._replay(key, partial(self._launch, measure=True, decide=True, **flags))
         else:
-            self._write_loss(loss)
+            self._write_loss(inputs.loss)
             self._replay("measure", partial(self._launch, measure=True, decide=False, unscaled=False, moves=False))
-            if overflow is not None:
+            if self._has_overflow:
                 self._own_row[RANK_ROW.index("scale")].neg_()
             self._buffers.rows.copy_(gather_rows(self._own_row, self._layout))
-            self._replay((is_unscaled, moves), partial(self._launch, measure=False, decide=True, **flags))
+            self._replay(key, partial(self._launch, measure=False, decide=True, **flags))
         self.rows = self._buffers.rows
         self._count += 1
         return self._count - 1

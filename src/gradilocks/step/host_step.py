@@ -17,7 +17,7 @@ from gradilocks.clip import ClipByNorm
 from gradilocks.kernels import STATISTICS
 from gradilocks.kernels.addresses import AddressReader
 from gradilocks.optim.fused_step import FusedStep
-from gradilocks.step.decide import Decision
+from gradilocks.step.decide import Decision, StepInputs
 from gradilocks.step.gradients import dense_grads
 from gradilocks.step.measure import statistics_of
 from gradilocks.step.state import StepState
@@ -40,25 +40,24 @@ class Totals(NamedTuple):
 def decide_on_host(
     totals: Totals,
     clip: ClipByNorm,
+    inputs: StepInputs,
     *,
     scale: float,
     step: int,
-    is_unscaled: bool,
     max_gradient: float,
-    overflow: bool,
     statistics: Any,
 ) -> Decision:
     """`decide` in Python numbers, for one rank and one ClipByNorm.
 
     Args:
-        totals: statistics of the gradients, still scaled unless `is_unscaled`.
+        totals: statistics of the gradients.
         clip: the clip policy.
+        inputs, max_gradient: as for `decide`.
         scale: the current scale.
         step: number of this step.
-        is_unscaled, max_gradient: as for `decide`.
-        overflow: True if `unscale_` found NaN or Inf.
         statistics: function that returns the statistics of each gradient.
     """
+    is_unscaled, overflow = inputs.is_unscaled, inputs.overflow is not None and bool(inputs.overflow)
     norm, bad = totals.norm, totals.nan + totals.inf + overflow
     if _FLOAT32.tiny <= norm <= _FLOAT32.max:
         norm = array("f", [norm])[0]
@@ -110,6 +109,7 @@ class HostStep:
         self._fused = fused
         self._reader = AddressReader(params) if fused is None else fused.reader
         self._table: Any = None
+        self._growth_interval = state.rules.growth_interval if state.rules else 0
         if kernels.has_kernels("cpu"):
             from gradilocks.kernels.cpu import AddressTable
 
@@ -119,17 +119,8 @@ class HostStep:
         numbers: list[Any] = [_TYPES[tensor.dtype].from_address(tensor.data_ptr()) for tensor in self._tensors]
         self._scale, self._steps, self._streak, self._tracker = numbers
 
-    def run(
-        self,
-        grads: list[Tensor | None],
-        *,
-        is_unscaled: bool,
-        moves: bool,
-        overflow: Tensor | None,
-        loss: Tensor | None,
-        detail: bool,
-    ) -> Decision | None:
-        """Performs one step; see `StepPlan.step`.
+    def run(self, grads: list[Tensor | None], inputs: StepInputs) -> Decision | None:
+        """Performs one step.
 
         Returns:
             None if this step needs torch operations: a gradient's layout is not its parameter's, or there is no C
@@ -142,7 +133,7 @@ class HostStep:
             if not math.isfinite(norm):
                 return None
             totals, statistics = Totals(norm, math.nan, 0.0, 0.0), _raise_unmeasured
-            if detail:  # The decision keeps `norm`, so that a subscriber changes no bit.
+            if inputs.detail:  # The decision keeps `norm`, so that a subscriber changes no bit.
                 measured = statistics_of(tensors, order=order, detail=True)
                 totals = Totals(norm, float(measured[STATISTICS.index("largest")].amax()), 0.0, 0.0)
                 statistics = partial(torch.clone, measured)
@@ -155,29 +146,21 @@ class HostStep:
         decision = decide_on_host(
             totals,
             self._clip,
+            inputs,
             scale=self._scale.value,
             step=self._steps.value + 1,
-            is_unscaled=is_unscaled,
             max_gradient=self._max_gradient,
-            overflow=overflow is not None and bool(overflow),
             statistics=statistics,
         )
         if self._fused is not None and addresses is not None and not decision.is_skipped:
             self._fused.run_at(addresses, decision.divisor)
-        self._advance(bool(decision.is_skipped), moves)
-        return decision
-
-    def _advance(self, skipped: bool, moves: bool) -> None:
-        """Counts the step and updates the scale. A finite step that does not grow the scale changes only counters."""
         self._steps.value += 1
-        self._streak.value = self._streak.value + 1 if skipped else 0
-        rules = self._state.rules
-        if not moves or rules is None:
-            return
-        if not skipped and self._tracker.value + 1 < rules.growth_interval:
+        self._streak.value = self._streak.value + 1 if decision.is_skipped else 0
+        if inputs.moves and not decision.is_skipped and self._tracker.value + 1 < self._growth_interval:
             self._tracker.value += 1
-        else:
-            self._state.update_scale(torch.tensor(skipped), torch.tensor(math.nan))  # The rules ignore `largest`.
+        elif inputs.moves:
+            self._state.update_scale(decision.overflow > 0, torch.tensor(math.nan))  # The rules ignore `largest`.
+        return decision
 
 
 def _statistics(table: array[float], count: int) -> Tensor:

@@ -17,7 +17,7 @@ from gradilocks.checks import check_order
 from gradilocks.names import Names
 from gradilocks.ranks.collective import combine, first_culprits, gather_rows, handshake, reduce_powers
 from gradilocks.ranks.layout import Layout, ShareFunction, is_dtensor, layout_of, reduce_partial
-from gradilocks.step.decide import local_row
+from gradilocks.step.decide import StepInputs, local_row
 from gradilocks.step.gradients import device_indices, elements, indexed_by_device
 from gradilocks.step.state import StepState
 
@@ -105,7 +105,7 @@ def measure(
         statistics = torch.zeros(len(kernels.STATISTICS), len(names), dtype=torch.float64, device=layout.device)
     state = StepState(None)
     state.to(statistics.device)
-    row = local_row(statistics, order=order, layout=layout, state=state, loss=None, overflow=None)
+    row = local_row(statistics, order, layout, state, StepInputs())
     norms = statistics[0]
     if layout is not None and layout.has_tensor_norms and (len(by_rank) == 1 or layout.distinct_groups):
         powers = norms if order == math.inf else norms**order * layout.weights(norms)

@@ -18,7 +18,7 @@ from gradilocks.kernels.pointer_table import is_capturing, upload
 from gradilocks.optim.fused_step import FusedStep
 from gradilocks.ranks.layout import Layout, local
 from gradilocks.step.clip_stage import ClipStage
-from gradilocks.step.decide import Decision, clip_rule, decide
+from gradilocks.step.decide import Decision, StepInputs, clip_rule, decide
 from gradilocks.step.gradients import check_float16, dense_grads, first_device, largest_finite, parameters
 from gradilocks.step.host_step import HostStep
 from gradilocks.step.measure import statistics_of
@@ -80,40 +80,19 @@ class StepPlan:
         self._state_tensors: dict[str, Tensor] | None = None
         self._sizes: tuple[int, ...] = ()
 
-    def step(
-        self,
-        *,
-        is_unscaled: bool,
-        moves: bool,
-        overflow: Tensor | None = None,
-        loss: Tensor | None = None,
-        detail: bool = False,
-    ) -> Decision:
-        """Takes or skips one step.
-
-        Args:
-            is_unscaled: True if the gradients are already unscaled.
-            moves: True to update the scale after this step.
-            overflow: 0-d flag that `unscale_` computed; None if it was not called.
-            loss: 0-d, the loss of this rank.
-            detail: True to measure every gradient separately, even if the decision does not need it.
-        """
-        if self._has_float16 and self._state.policy is not None and not is_unscaled:
+    def step(self, inputs: StepInputs) -> Decision:
+        """Takes or skips one step."""
+        if self._has_float16 and self._state.policy is not None and not inputs.is_unscaled:
             self._check_float16()
+        if not self._scale_moves:
+            inputs = inputs._replace(moves=False)
         grads = [param.grad for param in self.params]
         self._check_present(grads)
-        fast = self._fast_step()
+        fast = self._fast if self._is_fast_step_current() else self._make_fast_step()
         if fast is not None:
             if self._fused is None:
                 self._check_parameters()
-            decision = fast.run(
-                grads,
-                is_unscaled=is_unscaled,
-                moves=moves and self._scale_moves,
-                overflow=overflow,
-                loss=loss,
-                detail=detail,
-            )
+            decision = fast.run(grads, inputs)
             if decision is not None:
                 if self._fused is None:
                     with torch.no_grad():
@@ -125,32 +104,19 @@ class StepPlan:
         with torch.no_grad():
             self._check_parameters()
             tensors = dense_grads(self.params)
-            decision = self.decide(tensors, is_unscaled=is_unscaled, overflow=overflow, loss=loss, detail=detail)
+            decision = self.decide(tensors, inputs)
             self._update(decision, tensors)
-            self.advance(decision, moves=moves)
+            self.advance(decision, moves=inputs.moves)
             return decision
 
-    def decide(
-        self,
-        tensors: Sequence[Tensor | None],
-        *,
-        is_unscaled: bool,
-        overflow: Tensor | None = None,
-        loss: Tensor | None = None,
-        detail: bool = False,
-    ) -> Decision:
-        """Measures the gradients and decides the step with torch operations. Changes neither scale nor counters.
-
-        Args:
-            tensors: the gradients.
-            is_unscaled, overflow, loss, detail: as for `step`.
-        """
+    def decide(self, tensors: Sequence[Tensor | None], inputs: StepInputs) -> Decision:
+        """Measures the gradients and decides the step with torch operations. Changes neither scale nor counters."""
         self._check_present(tensors)
         device = first_device(self.optimizers)
         self._state.to(device)
         if any(tensor is not None for tensor in tensors):
             # ClipByNorm with a plain scale rule does not use the largest magnitude.
-            is_detailed = detail or self._clip_rule is None
+            is_detailed = inputs.detail or self._clip_rule is None
             statistics = statistics_of(tensors, order=self.clip.order, detail=is_detailed).to(device)
         else:  # The other ranks wait for this one, so it contributes zeros.
             statistics = torch.zeros(len(kernels.STATISTICS), len(tensors), dtype=torch.float64, device=device)
@@ -159,12 +125,10 @@ class StepPlan:
             tensors,
             self.clip,
             self._state,
+            inputs,
             layout=self.layout,
-            is_unscaled=is_unscaled,
             max_gradient=self._max_gradient,
             has_float64=self._has_float64,
-            loss=loss,
-            overflow=overflow,
         )
 
     @torch.no_grad()
@@ -208,10 +172,8 @@ class StepPlan:
 
     # --- the recorded step and the host step ------------------------------------------------------------------------
 
-    def _fast_step(self) -> RecordedStep | HostStep | None:
-        """The recorded step or the host step, created or replaced if necessary; None if neither applies."""
-        if self._fast is not None and self._is_fast_step_current():
-            return self._fast
+    def _make_fast_step(self) -> RecordedStep | HostStep | None:
+        """Creates the recorded step or the host step; None if neither applies."""
         self._fast = None
         device = first_device(self.optimizers)
         if self._clip_rule is None or self._clip_rule.order not in (1.0, 2.0, math.inf):
@@ -243,11 +205,12 @@ class StepPlan:
 
     def _is_fast_step_current(self) -> bool:
         """True if the fast step still uses the current tensors of the state and of the optimizers."""
-        bypasses_step = all(map(can_bypass_step, self.optimizers))
-        if self._state_tensors is not self._state.tensors or self._bypasses_step != bypasses_step:
+        if self._fast is None or self._state_tensors is not self._state.tensors:
+            return False
+        if self._bypasses_step != all(map(can_bypass_step, self.optimizers)):
             return False
         if self._fused is None:
-            has_device = self.params[0].device == self._state.scale.device
+            has_device = self.params[0].device == self._state.steps.device
             return has_device and self._sizes == tuple(map(Tensor.numel, self.params))
         return self._fused.is_current()
 
