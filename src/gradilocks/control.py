@@ -21,8 +21,8 @@ from gradilocks.events import PROCESS_WIDE, Callback, StepRecord, subscribe
 from gradilocks.names import Names
 from gradilocks.outcome import Outcome, RankCheck, Streak, never_finite_error, nonfinite_error
 from gradilocks.ranks.collective import common_to_all, handshake, reduce_powers
-from gradilocks.ranks.layout import Layout, ShareFunction, is_dtensor, layout_of, replicas_of
-from gradilocks.scale import check_scale, resolve_scale
+from gradilocks.ranks.layout import Layout, ShareFunction, is_dtensor, layout_of, replicas_of, world_size
+from gradilocks.scale import LARGEST_SCALE, SMALLEST_SCALE, check_scale, resolve_scale
 from gradilocks.schedule import Scheduler
 from gradilocks.step.closure import step_with_closure
 from gradilocks.step.decide import ROW, Decision, StepInputs
@@ -113,7 +113,7 @@ class GradientControl:
         self._plans: dict[tuple[int, ...], StepPlan] = {}
         self._phases = [OptimizerPhase(optimizer) for optimizer in optimizers]
         self._losses: list[Tensor] = []
-        self._streak = Streak(give_up_after, has_ranks=_has_ranks())
+        self._streak = Streak(give_up_after, has_ranks=world_size() > 1)
         self._schedulers: list[Scheduler] = []
         self._callbacks: list[Callback] = []
         self._rank_check = RankCheck(self._layout)
@@ -224,7 +224,13 @@ class GradientControl:
         decisions = [phase.pending for phase in self._phases if phase.pending is not None]
         flags = [phase.overflow for phase in self._phases if phase.overflow is not None]
         if new_scale is not None:
-            self._set_scale(new_scale)
+            if self._state.policy is None:
+                raise ValueError("update(new_scale) needs a control that scales the loss; this one has scale=None.")
+            if isinstance(new_scale, Tensor):
+                self._state.scale.copy_(new_scale.detach().reshape(()).clamp(SMALLEST_SCALE, LARGEST_SCALE))
+            else:
+                check_scale("new_scale", new_scale)
+                self._state.scale.fill_(new_scale)
         elif decisions or flags:
             if flags and self._layout is not None:  # `unscale_` has checked only this rank's gradients.
                 flags = [reduce_powers(torch.stack(flags), self._layout, math.inf, over="group").amax()]
@@ -295,7 +301,7 @@ class GradientControl:
 
     def scheduler(self, scheduler: Any) -> Scheduler:
         """Wraps a torch LR scheduler so that skipped steps do not advance it; see `Scheduler`."""
-        wrapped = Scheduler(scheduler, has_ranks=_has_ranks())
+        wrapped = Scheduler(scheduler, has_ranks=world_size() > 1)
         self._schedulers.append(wrapped)
         return wrapped
 
@@ -389,13 +395,6 @@ class GradientControl:
     def _check_float16(self, params: list[Tensor]) -> None:
         """Raises ValueError for float16 gradients, which must not be unscaled in place."""
         check_float16(params, lambda param: self._names.of([param])[0])
-
-    def _set_scale(self, new_scale: float | Tensor) -> None:
-        if self._state.policy is None:
-            raise ValueError("update(new_scale) needs a control that scales the loss; this one has scale=None.")
-        if not isinstance(new_scale, Tensor):
-            check_scale("new_scale", new_scale)
-        self._state.set_scale(new_scale)
 
     def _finish(self, indices: tuple[int, ...], decision: Decision, inputs: StepInputs) -> Outcome:
         for i in indices:
@@ -512,8 +511,3 @@ class GradientControl:
             raise ScaleMisuse(f"{type(self.optimizers[0]).__name__}.step did not call the closure.")
         plan.advance(evaluations[-1][0], moves=True)
         return self._finish((0,), *evaluations[-1])
-
-
-def _has_ranks() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -163,7 +163,7 @@ def _total_norm(
         pairs = zip(owners, grads, strict=True)
         grads = [_magnitudes(grad) if owner.is_complex() and grad is not None else grad for owner, grad in pairs]
         groups = by_device(grads)
-    meshes = meshes_of(owners) if torch.distributed.is_available() and torch.distributed.is_initialized() else []
+    meshes = meshes_of(owners)
     if not meshes and len(groups) == 1:
         return kernels.norm(groups[0][1], order), None
     plain = [grad for owner, grad in zip(owners, grads, strict=True) if not is_dtensor(owner)]

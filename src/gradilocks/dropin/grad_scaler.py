@@ -109,8 +109,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         device, params = found_inf.device, parameters([optimizer])
-        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        meshes = meshes_of(params) if is_distributed else []
+        meshes = meshes_of(params)
         torch_dtypes = _TORCH_DTYPES["cpu" if device.type == "cpu" else "cuda"]
         if not meshes and torch_dtypes.issuperset(map(_dtype_of, params)):
             try:

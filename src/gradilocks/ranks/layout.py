@@ -74,8 +74,7 @@ class Layout:
         """The shares as a tensor with the device and dtype of `like`, copied there once."""
         key = (like.device, like.dtype)
         if key not in self._weights:
-            host = torch.tensor(self.shares, dtype=like.dtype)
-            self._weights[key] = host.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else host
+            self._weights[key] = copy_to(torch.tensor(self.shares, dtype=like.dtype), like.device)
         return self._weights[key]
 
 
@@ -233,7 +232,7 @@ def replicas_of(params: Sequence[Tensor], models: Iterable[nn.Module]) -> Layout
     """
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if world_size() == 1:
         return None
     if not _data_parallel_groups([param for param in params if param.requires_grad], models):
         return None
@@ -359,6 +358,8 @@ def dtensor_spec(tensor: Tensor) -> Any:
 
 def meshes_of(tensors: Sequence[Tensor]) -> list[Any]:
     """The device meshes of the DTensors among `tensors`; `fully_shard` without `mesh=` creates equal ones."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
     distributed: list[Any] = [t for t in tensors if type(t) not in (nn.Parameter, Tensor) and is_dtensor(t)]
     return list(dict.fromkeys(tensor.device_mesh for tensor in distributed))
 
@@ -370,6 +371,19 @@ def local(tensor: Tensor) -> Tensor:
     elements: Any = local_tensor(tensor)
     # The local tensor may be the result of a collective that is still running.
     return elements.wait() if hasattr(elements, "wait") else elements  # type: ignore[no-any-return]
+
+
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device`, or the tensor itself if it is there. A copy to a GPU does not wait for it."""
+    source = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+    # A copy to the host must be synchronous, or it could be read too early.
+    return source.to(device, non_blocking=device.type == "cuda")
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def reduce_partial(grad: Tensor, param: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradilocks.errors import SharedParameter
 from gradilocks.names import Names
-from gradilocks.ranks.layout import is_dtensor, local, reduce_partial
+from gradilocks.ranks.layout import copy_to, is_dtensor, local, reduce_partial
 
 _layout_of: Callable[[Any], torch.layout] = attrgetter("layout")
 _device_of: Callable[[Any], torch.device] = attrgetter("device")
@@ -117,8 +117,7 @@ def largest_finite(tensors: Sequence[Tensor | None]) -> float:
 @lru_cache(maxsize=64)
 def device_indices(indices: tuple[int, ...], device: torch.device) -> Tensor:
     """An int64 tensor of these indices on `device`, copied there once without a synchronization."""
-    host = torch.tensor(indices, dtype=torch.int64)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return copy_to(torch.tensor(indices, dtype=torch.int64), device)
 
 
 def check_float16(params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:

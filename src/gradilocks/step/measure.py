@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -94,9 +95,12 @@ def measure(
     names, tensors, models = _names_and_tensors(params)
     if not tensors:
         raise ValueError("measure() was given no parameters that require grad.")
-    read = grad or _default_gradient
+    read = grad or attrgetter("grad")
     layout, by_rank = _layout_and_names(tensors, names, models, mesh, distinct, share)
-    grads = [None if (value := read(param)) is None else elements(_redistribute(value, param)) for param in tensors]
+    grads: list[Tensor | None] = [read(param) for param in tensors]
+    for i, (value, param) in enumerate(zip(grads, tensors, strict=True)):
+        if value is not None:  # The share of a DTensor follows from the placements of its parameter.
+            grads[i] = elements(reduce_partial(value, param) if is_dtensor(value) else value)
     if any(gradient is not None for gradient in grads):
         statistics = statistics_of(grads, order=order)
     elif layout is None:
@@ -152,15 +156,6 @@ def _layout_and_names(
         del _layouts[old]
     _layouts[key] = [weakref.ref(param) for param in params], layout, by_rank
     return layout, by_rank
-
-
-def _redistribute(grad: Tensor, param: Tensor) -> Tensor:
-    """A DTensor gradient with the placements of its parameter, from which its share follows."""
-    return reduce_partial(grad, param) if is_dtensor(grad) else grad
-
-
-def _default_gradient(param: Tensor) -> Tensor | None:
-    return param.grad
 
 
 def _names_and_tensors(params: Any) -> tuple[list[str], list[Tensor], tuple[nn.Module, ...]]:

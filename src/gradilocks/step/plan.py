@@ -68,10 +68,8 @@ class StepPlan:
         self._has_float16 = torch.float16 in dtypes
         self._has_float64 = bool(dtypes & {torch.float64, torch.complex128})
         self._max_gradient = largest_finite(self.params)
-        rules = state.rules
-        self._clip_rule = clip_rule(policies) if rules is not None else None
+        self._clip_rule = clip_rule(policies) if state.rules is not None else None
         """None if the policies, or later the parameters, need torch operations."""
-        self._scale_moves = rules is None or rules.moves
         self._fast: RecordedStep | HostStep | None = None
         self._fused: FusedStep | None = None
         """Part of the fast step; None if `update` calls `optimizer.step()`."""
@@ -84,8 +82,8 @@ class StepPlan:
         """Takes or skips one step."""
         if self._has_float16 and self._state.policy is not None and not inputs.is_unscaled:
             self._check_float16()
-        if not self._scale_moves:
-            inputs = inputs._replace(moves=False)
+        if not self._state.moves:
+            inputs = StepInputs(inputs.is_unscaled, False, *inputs[2:])
         grads = [param.grad for param in self.params]
         self._check_present(grads)
         fast = self._fast if self._is_fast_step_current() else self._make_fast_step()
