@@ -274,7 +274,7 @@ class GradientControl:
         for i in indices:
             if not self._has_stages:
                 self._phases[i].check_unscale()
-            self._check_float16(parameters([self.optimizers[i]]))
+            check_float16(parameters([self.optimizers[i]]), self._names)
         for i in indices:
             tensors = [tensor for tensor in dense_grads(parameters([self.optimizers[i]])) if tensor is not None]
             inverse = self._state.scale.double().reciprocal()
@@ -355,21 +355,11 @@ class GradientControl:
     def _plan(self, indices: tuple[int, ...]) -> StepPlan:
         plan = self._plans.get(indices)
         if plan is None:
-            params = parameters([self.optimizers[i] for i in indices])
-            position = {id(param): i for i, param in enumerate(parameters(self.optimizers))}
-            positions = [position[id(param)] for param in params]
-            groups, layout = self._names.groups(), self._layout
+            optimizers, layout = [self.optimizers[i] for i in indices], self._layout
             if layout is not None:
-                layout = replace(layout, shares=tuple(layout.shares[i] for i in positions), _weights={})
-            plan = StepPlan(
-                [self.optimizers[i] for i in indices],
-                self._names.of(params),
-                [groups[i] for i in positions],
-                self._state,
-                self._clip,
-                layout,
-            )
-            self._plans[indices] = plan
+                shares = dict(zip(map(id, parameters(self.optimizers)), layout.shares, strict=True))
+                layout = replace(layout, shares=tuple(shares[id(p)] for p in parameters(optimizers)), _weights={})
+            plan = self._plans[indices] = StepPlan(optimizers, self._names, self._state, self._clip, layout)
         return plan
 
     def _inputs(self, indices: tuple[int, ...], *, moves: bool = True) -> StepInputs:
@@ -391,10 +381,6 @@ class GradientControl:
             loss = torch.stack([value.float().to(self._losses[0].device) for value in self._losses]).sum()
         has_subscribers = bool(self._callbacks or PROCESS_WIDE)
         return StepInputs(all(unscaled) or self._state.policy is None, moves, overflow, loss, has_subscribers)
-
-    def _check_float16(self, params: list[Tensor]) -> None:
-        """Raises ValueError for float16 gradients, which must not be unscaled in place."""
-        check_float16(params, lambda param: self._names.of([param])[0])
 
     def _finish(self, indices: tuple[int, ...], decision: Decision, inputs: StepInputs) -> Outcome:
         for i in indices:
@@ -468,12 +454,13 @@ class GradientControl:
 
     def _check_patterns(self) -> None:
         """Raises ValueError for keys of clip policies that match no parameter on any rank."""
-        names = self._names.of(parameters(self.optimizers))
+        params = parameters(self.optimizers)
+        names = self._names.of(params)
         unmatched = [
             f"{type(policy).__name__}: {key}"
             for policy in self._clip
             if hasattr(policy, "unmatched")
-            for key in policy.unmatched(names, self._names.groups())
+            for key in policy.unmatched(names, self._names.groups(params))
         ]
         unmatched = unmatched if self._layout is None else common_to_all(unmatched, self._layout)
         if unmatched:
@@ -491,7 +478,7 @@ class GradientControl:
             self._compare_ranks(plan)
             inputs = self._inputs((0,))
             if self._state.policy is not None and not inputs.is_unscaled:
-                self._check_float16(plan.params)
+                check_float16(plan.params, self._names)
             tensors = dense_grads(plan.params)
             decision = plan.decide(tensors, inputs)
             self._losses.clear()

@@ -358,8 +358,6 @@ def dtensor_spec(tensor: Tensor) -> Any:
 
 def meshes_of(tensors: Sequence[Tensor]) -> list[Any]:
     """The device meshes of the DTensors among `tensors`; `fully_shard` without `mesh=` creates equal ones."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return []
     distributed: list[Any] = [t for t in tensors if type(t) not in (nn.Parameter, Tensor) and is_dtensor(t)]
     return list(dict.fromkeys(tensor.device_mesh for tensor in distributed))
 

@@ -53,10 +53,12 @@ def check_replicas(params: Iterable[Tensor], group: Any = None, *, names: Sequen
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
     digests = gather_flat(torch.tensor([digest], device=device), group).tolist()
     if len(set(digests)) > 1:
+        parts = _partition(digests, ranks)
+        owners = " and ".join(map(format_ranks, parts))
         raise ReplicasDiffer(
-            f"names, shapes or dtypes of the parameters differ: {_partition_text(digests, ranks)} have different "
-            "lists. Pass the group of ranks that hold the same parameters.",
-            ranks=_partition(digests, ranks),
+            f"names, shapes or dtypes of the parameters differ: {owners} have different lists. Pass "
+            "the group of ranks that hold the same parameters.",
+            ranks=parts,
         )
     if not tensors:
         return
@@ -114,7 +116,3 @@ def _partition(values: Sequence[int], ranks: Sequence[int]) -> tuple[tuple[int, 
     for value, rank in zip(values, ranks, strict=True):
         groups.setdefault(value, []).append(rank)
     return tuple(map(tuple, groups.values()))
-
-
-def _partition_text(values: Sequence[int], ranks: Sequence[int]) -> str:
-    return " and ".join(map(format_ranks, _partition(values, ranks)))

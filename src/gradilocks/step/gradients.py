@@ -120,12 +120,23 @@ def device_indices(indices: tuple[int, ...], device: torch.device) -> Tensor:
     return copy_to(torch.tensor(indices, dtype=torch.int64), device)
 
 
-def check_float16(params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
+def params_without_momentum(optimizer: torch.optim.SGD) -> list[Tensor]:
+    """The parameters for which a step of SGD is about to create momentum buffers."""
+    return [
+        param
+        for group in optimizer.param_groups
+        for param in (group["params"] if group["momentum"] else ())
+        if param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
+    ]
+
+
+def check_float16(params: Sequence[Tensor], names: Names) -> None:
     """Raises ValueError for float16 gradients, which would be unscaled in float16."""
     for param in params:
         if param.grad is not None and param.grad.dtype is torch.float16:
+            (name,) = names.of([param])
             raise ValueError(
-                f"Attempting to unscale FP16 gradients. {name(param)} is float16: dividing its gradient by the scale "
+                f"Attempting to unscale FP16 gradients. {name} is float16: dividing its gradient by the scale "
                 "in float16 rounds small values to zero again. Keep parameters in float32 and use torch.autocast, or "
                 "step with gradilocks.optim or a torch optimizer with fused=True, which unscale in float32 themselves: "
                 "without unscale_(), and with GradientControl(clip=...) to clip."

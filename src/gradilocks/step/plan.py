@@ -15,6 +15,7 @@ from gradilocks import kernels
 from gradilocks.clip import ClipByNorm
 from gradilocks.errors import NoGradients
 from gradilocks.kernels.pointer_table import is_capturing, upload
+from gradilocks.names import Names
 from gradilocks.optim.fused_step import FusedStep
 from gradilocks.ranks.layout import Layout, local
 from gradilocks.step.clip_stage import ClipStage
@@ -42,8 +43,7 @@ class StepPlan:
 
     Args:
         optimizers: the optimizers that step together.
-        names: names of their parameters.
-        groups: index and name of each parameter's param group.
+        names: of their parameters.
         state: scale and counters, shared by all plans of a control.
         policies: clip policies.
         layout: distribution of these parameters over ranks; None for one rank.
@@ -52,15 +52,15 @@ class StepPlan:
     def __init__(
         self,
         optimizers: Sequence[Any],
-        names: Sequence[str],
-        groups: Sequence[tuple[int, str | None]],
+        names: Names,
         state: StepState,
         policies: Sequence[Any],
         layout: Layout | None,
     ) -> None:
-        self.optimizers, self.names, self.layout = tuple(optimizers), names, layout
+        self.optimizers, self.layout, self._names = tuple(optimizers), layout, names
         self.params = parameters(optimizers)
-        self.clip = ClipStage(policies, self.params, names, groups, layout)
+        self.names = names.of(self.params)
+        self.clip = ClipStage(policies, self.params, self.names, names.groups(self.params), layout)
         self.names_by_rank: tuple[Sequence[str], ...] | None = None
         """Names on every rank, or one list if all are equal; None until the ranks have exchanged them."""
         self._state = state
@@ -81,7 +81,9 @@ class StepPlan:
     def step(self, inputs: StepInputs) -> Decision:
         """Takes or skips one step."""
         if self._has_float16 and self._state.policy is not None and not inputs.is_unscaled:
-            self._check_float16()
+            for optimizer in self.optimizers:
+                if not uses_amp_arguments(optimizer):
+                    check_float16(parameters([optimizer]), self._names)
         if not self._state.moves:
             inputs = StepInputs(inputs.is_unscaled, False, *inputs[2:])
         grads = [param.grad for param in self.params]
@@ -146,12 +148,6 @@ class StepPlan:
             end = begin + sum(len(group["params"]) for group in optimizer.param_groups)
             update(optimizer, tensors[begin:end], decision, begin)
             begin = end
-
-    def _check_float16(self) -> None:
-        names = dict(zip(map(id, self.params), self.names, strict=True))
-        for optimizer in self.optimizers:
-            if not uses_amp_arguments(optimizer):
-                check_float16(parameters([optimizer]), lambda param: names[id(param)])
 
     def _check_parameters(self) -> None:
         params = parameters(self.optimizers)
