@@ -114,35 +114,30 @@ class FusedStep:
         """Appends one parameter to the tables, and creates its state if it has a gradient."""
         rule, is_mastered = _rule(group) or "", has_master(param, group)
         needs_state = rule != "sgd" or is_mastered
+        tensors: list[Tensor | None] = [local(param), None, None, None, None]
         if needs_state and param.grad is None and not optimizer.state.get(param):
             self._stateless.append(param)
             self.kinds.append(None)
-            self._append([local(param), None, None, None, None])
-            return
-        entry = optimizer.state[param] if needs_state else {}
-        dtype = torch.float32 if is_mastered else param.dtype
-        tensors: list[Tensor | None] = [local(param), None, None, None, None]
-        if _STATE_NAMES[rule] is _MOMENTS:
-            tensors[1] = entry["step"] = _step_count(entry.get("step"), self.device)
-        for row, name in enumerate(_STATE_NAMES[rule], start=2):
-            entry[name] = match_layout(entry.get(name), param, dtype)
-            tensors[row] = local(entry[name])
-        if is_mastered:
-            entry["master"] = match_layout(entry.get("master"), param, torch.float32, initial=param)
-            tensors[4] = local(entry["master"])
-            refresh_master(param, entry["master"])
-            self._masters.append((param, entry["master"]))
-        self._append(tensors)
-        state_dtype = dtype if tensors[2] is None else tensors[2].dtype
-        self.kinds.append(OptimizerKind(rule, param.dtype, param.dtype, state_dtype, is_mastered))
-
-    def _append(self, tensors: Sequence[Tensor | None]) -> None:
-        """Appends one column: a parameter and its state. Raises RuntimeError if the memory of one was freed."""
+        else:
+            entry = optimizer.state[param] if needs_state else {}
+            dtype = torch.float32 if is_mastered else param.dtype
+            if _STATE_NAMES[rule] is _MOMENTS:
+                tensors[1] = entry["step"] = _step_count(entry.get("step"), self.device)
+            for row, name in enumerate(_STATE_NAMES[rule], start=2):
+                entry[name] = match_layout(entry.get(name), param, dtype)
+                tensors[row] = local(entry[name])
+            if is_mastered:
+                entry["master"] = match_layout(entry.get("master"), param, torch.float32, initial=param)
+                tensors[4] = local(entry["master"])
+                refresh_master(param, entry["master"])
+                self._masters.append((param, entry["master"]))
+            state_dtype = dtype if tensors[2] is None else tensors[2].dtype
+            self.kinds.append(OptimizerKind(rule, param.dtype, param.dtype, state_dtype, is_mastered))
         present = [tensor for tensor in tensors if tensor is not None]
-        reference.without_address(present, list(map(Tensor.data_ptr, present)))
-        for row, tensor in zip(self.rows, tensors, strict=True):
-            row.append(0 if tensor is None else tensor.data_ptr())
-        self._storages += [tensor.untyped_storage() for tensor in tensors[1:] if tensor is not None]
+        reference.without_address(present, list(map(Tensor.data_ptr, present)))  # Raises if memory was freed.
+        for addresses, tensor in zip(self.rows, tensors, strict=True):
+            addresses.append(0 if tensor is None else tensor.data_ptr())
+        self._storages += [tensor.untyped_storage() for tensor in present[1:]]
 
     def is_current(self) -> bool:
         """True if the tables still describe the optimizers. Refreshes masters of parameters written by other code."""

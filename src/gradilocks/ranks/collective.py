@@ -76,11 +76,12 @@ def combine(rows: Tensor, order: float) -> tuple[Tensor, Tensor, Tensor]:
         order: p of the norm.
 
     Returns:
-        norm ** p (the norm for p = inf), number of NaN and Inf, largest magnitude; each 0-d.
+        Norm, number of NaN and Inf, largest magnitude; each 0-d.
     """
     columns = dict(zip(RANK_ROW, rows.unbind(dim=1), strict=True))
-    power = columns["power"].amax() if order == math.inf else columns["power"].sum()
-    return power, columns["nonfinite"].sum(), columns["largest"].amax()
+    power = columns["power"]
+    norm = power.amax() if order == math.inf else power.sum() ** (1.0 / order)
+    return norm, columns["nonfinite"].sum(), columns["largest"].amax()
 
 
 def disagreement(rows: Tensor) -> Tensor:

@@ -184,7 +184,8 @@ class ClipStage:
                 norms.append(None)
                 continue
             dims = tuple(range(1, tensor.dim())) if param.dim() > 1 else None
-            norm = torch.linalg.vector_norm(tensor.detach(), ord=2, dim=dims, dtype=_norm_dtype(tensor))
+            dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
+            norm = torch.linalg.vector_norm(tensor.detach(), ord=2, dim=dims, dtype=dtype)
             norms.append(norm.reshape(-1) / gradient_scale)
         return norms
 
@@ -241,7 +242,3 @@ def _initial_state(policy: Any, count: int) -> dict[str, Tensor]:
 def _concatenate(parts: Sequence[Tensor | None], like: Tensor) -> Tensor:
     present = [part for part in parts if part is not None]
     return torch.cat(present) if present else like.new_zeros(0)
-
-
-def _norm_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64

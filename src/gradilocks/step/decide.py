@@ -139,8 +139,7 @@ def decide(
     order, wide, is_unscaled = clip.order, statistics.dtype, inputs.is_unscaled
     row = local_row(statistics, order, layout, state, inputs)
     rows = row.unsqueeze(0) if layout is None else gather_rows(row, layout)
-    power, nonfinite, largest = combine(rows, order)
-    norm = power if order == math.inf else power ** (1.0 / order)
+    norm, nonfinite, largest = combine(rows, order)
     norm = norm if has_float64 else _round_to_float32(norm)
     broken = (nonfinite > 0) | ~torch.isfinite(norm)
     if layout is not None:

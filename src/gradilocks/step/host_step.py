@@ -108,12 +108,9 @@ class HostStep:
         self._params, self._state, self._clip, self._max_gradient = params, state, clip, max_gradient
         self._fused = fused
         self._reader = AddressReader(params) if fused is None else fused.reader
-        self._table: Any = None
+        self._sizes = array("q", self._reader.sizes)
+        self._measure_at: Any = getattr(kernels.backend_for("cpu"), "measure_at", None)  # Of the C extension.
         self._growth_interval = state.rules.growth_interval if state.rules else 0
-        if kernels.has_kernels("cpu"):
-            from gradilocks.kernels.cpu import AddressTable
-
-            self._table = AddressTable(self._reader.sizes)
         # Adding to a 0-d tensor takes 2 us, through ctypes 0.1.
         self._tensors = [state.scale, state.steps, state.streak, state.tensors["growth_tracker"]]
         numbers: list[Any] = [_TYPES[tensor.dtype].from_address(tensor.data_ptr()) for tensor in self._tensors]
@@ -126,8 +123,8 @@ class HostStep:
             None if this step needs torch operations: a gradient's layout is not its parameter's, or there is no C
             extension and the gradients are not finite.
         """
-        addresses = None if self._table is None else self._reader.read_gradients(grads)
-        if self._table is None:
+        addresses = None if self._measure_at is None else self._reader.read_gradients(grads)
+        if self._measure_at is None:
             order, tensors = self._clip.order, dense_grads(self._params)
             norm = float(kernels.norm([tensor for tensor in tensors if tensor is not None], order))
             if not math.isfinite(norm):
@@ -140,7 +137,7 @@ class HostStep:
         elif addresses is None:
             return None
         else:
-            table = self._table.measure(self._clip.order, addresses)
+            table = self._measure_at(addresses, self._sizes, self._clip.order)
             count = len(STATISTICS) * len(self._params)
             totals, statistics = Totals(*table[count:]), partial(_statistics, table, count)
         decision = decide_on_host(

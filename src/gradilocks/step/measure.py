@@ -116,8 +116,7 @@ def measure(
         norms = reduce_powers(powers, layout, order, over="spmd")
         norms = norms if order == math.inf else norms ** (1.0 / order)
     rows = row.unsqueeze(0) if layout is None else gather_rows(row, layout)
-    power, nonfinite, _ = combine(rows, order)
-    total = power if order == math.inf else power ** (1.0 / order)
+    total, nonfinite, _ = combine(rows, order)
     bad = statistics[3] + statistics[4]
     total = torch.where(nonfinite > 0, torch.where(statistics[3].sum() > 0, math.nan, math.inf), total)
 
