@@ -388,13 +388,10 @@ class GradientControl:
         self._losses.clear()
         plan, names = self._plans[indices], self._names
         outcome = Outcome(
-            decision.row,
-            decision.statistics,
+            decision,
             lambda: (plan.names, names.backward_order(plan.params)),
             loss=inputs.loss,
-            rank_rows=decision.rank_rows,
             names_by_rank=plan.names_by_rank,
-            is_captured=decision.skip.is_cuda and torch.cuda.is_current_stream_capturing(),
         )
         self.outcome = outcome
         not_stepped = [optimizer for i, optimizer in enumerate(self.optimizers) if i not in indices]

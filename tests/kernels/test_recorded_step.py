@@ -201,25 +201,6 @@ def test_a_new_learning_rate_applies_at_once():
     assert twins.have_same_bits(before, [param.detach() for param in twin.params])
 
 
-def test_fused_optimizers_may_be_some_of_the_optimizers():
-    """The others read the decision from `skip` and `divisor`."""
-    from gradilocks.kernels.recorded_step import RecordedStep
-
-    twin = Twin()
-    others = twins.parameters([(5,), (6,)])
-    twins.fill_gradients(others, 7)
-    fused = FusedStep.make([twin.optimizer])
-    mixed = [others[0], *twin.params, others[1]]
-    recorded = RecordedStep(mixed, twin.recorded._step, order=2.0, fused=fused, layout=None)
-    before = [param.detach().clone() for param in mixed]
-    addresses = recorded._reader.read_gradients([param.grad for param in mixed])
-    slot = recorded.launch(addresses, StepInputs(is_unscaled=True, moves=False))
-    norm = torch.linalg.vector_norm(torch.cat([param.grad.flatten() for param in mixed]))
-    assert recorded.row(slot)[ROW.index("norm")].item() == pytest.approx(norm.item(), rel=1e-6)
-    changed = [not torch.equal(old, param) for old, param in zip(before, mixed, strict=True)]
-    assert changed == [False, True, True, True, True, False]
-
-
 def test_results_expire_after_the_ring_is_full(monkeypatch):
     from gradilocks.kernels import recorded_step
 

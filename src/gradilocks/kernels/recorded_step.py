@@ -21,7 +21,6 @@ from gradilocks.kernels.pointer_table import (
     MEASURE_CHUNK,
     OPTIMIZER_CHUNK,
     SETTINGS,
-    OptimizerKind,
     PointerTable,
     chunks_for,
     is_capturing,
@@ -50,29 +49,15 @@ _captured: list[object] = []
 
 
 class UpdateTables:
-    """Addresses, chunks, settings and coefficients of n parameters in device memory.
+    """The tables of a FusedStep in device memory: addresses, chunks, settings and coefficients."""
 
-    Args:
-        rows, kinds, groups: see `FusedStep`.
-        sizes: number of elements of each parameter.
-        group_count: number of parameter groups.
-        device: of the parameters.
-    """
-
-    def __init__(
-        self,
-        rows: Sequence[Sequence[int]],
-        sizes: tuple[int, ...],
-        kinds: Sequence[OptimizerKind | None],
-        groups: Sequence[int],
-        group_count: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, fused: FusedStep) -> None:
+        device, sizes = fused.device, fused.reader.sizes
         is_captured = is_capturing(device)
         keep: list[Tensor] | None = [] if is_captured else None
-        self.table = PointerTable(rows, group_count, device, is_captured=is_captured)
-        self._chunks = chunks_for(sizes, kinds, OPTIMIZER_CHUNK, device, keep)
-        self._groups = upload(array("i", groups), device, keep=keep)
+        self.table = PointerTable(fused.rows, fused.group_count, device, is_captured=is_captured)
+        self._chunks = chunks_for(sizes, fused.kinds, OPTIMIZER_CHUNK, device, keep)
+        self._groups = upload(array("i", fused.groups), device, keep=keep)
         self._coefficients = torch.empty(len(sizes), SETTINGS, dtype=torch.float64, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
@@ -109,12 +94,12 @@ class RecordedStep:
         params: parameters whose gradients are measured.
         step: tensors of the decision.
         order: of the norm: 1, 2 or inf.
-        fused: updates some or all of `params`; None to decide only.
+        fused: updates `params`; None to decide only.
         layout: ranks that decide together; None for one rank.
 
     Attributes:
         device: of the parameters.
-        skip, divisor, multiplier: the decision, for optimizers that are not in `fused`.
+        skip, divisor, multiplier: the decision.
         rows: [ranks, len(RANK_ROW)], the rows of all ranks in the last step.
     """
 
@@ -134,7 +119,7 @@ class RecordedStep:
         self._is_captured = is_capturing(device)
         keep: list[Tensor] | None = [] if self._is_captured else None
         self._chunks = chunks_for(self._reader.sizes, self._reader.dtypes, MEASURE_CHUNK, device, keep)
-        self._update = None if fused is None else self._update_tables(fused)
+        self._update = None if fused is None else UpdateTables(fused)
         if self._update is None:
             self._table = PointerTable([[0] * len(params)] * 5, 0, device, is_captured=self._is_captured)
         else:
@@ -160,20 +145,6 @@ class RecordedStep:
         self._twins: list[RecordedStep] = []
         if keep is not None:
             _captured.append((self, keep))
-
-    def _update_tables(self, fused: FusedStep) -> UpdateTables:
-        """The tables of `fused`, extended to all parameters."""
-        n = len(self._params)
-        position = {id(param): i for i, param in enumerate(self._params)}
-        rows = [[0] * n for _ in fused.rows]
-        kinds: list[OptimizerKind | None] = [None] * n
-        groups = [0] * n
-        for j, param in enumerate(fused.params):
-            i = position[id(param)]
-            kinds[i], groups[i] = fused.kinds[j], fused.groups[j]
-            for row, addresses in zip(rows, fused.rows, strict=True):
-                row[i] = addresses[j]
-        return UpdateTables(rows, self._reader.sizes, kinds, groups, fused.group_count, self.device)
 
     def run(self, grads: list[Tensor | None], inputs: StepInputs) -> Decision | None:
         """Performs one step. Every gradient is measured; `inputs.detail` has no effect.

@@ -72,11 +72,11 @@ class FusedStep:
             return None
         if reference.without_address(tensors, list(map(Tensor.data_ptr, tensors))):
             return None
-        return cls(optimizers, tensors)
+        return cls(optimizers)
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.params = parameters(optimizers)
-        self.device = tensors[0].device
+        self.device = local(self.params[0]).device
         self.reader = AddressReader(self.params)
         self._param_addresses = array("q", self.reader.read(self.params) or ())
         self.rows: list[list[int]] = [[], [], [], [], []]
@@ -218,7 +218,7 @@ class FusedStep:
             return _CpuTables(self)
         from gradilocks.kernels.recorded_step import UpdateTables
 
-        return UpdateTables(self.rows, self.reader.sizes, self.kinds, self.groups, self.group_count, self.device)
+        return UpdateTables(self)
 
 
 class _CpuTables:
