@@ -161,10 +161,8 @@ def _rank_grid(mesh: Any) -> _RankGrid:
     from torch.distributed.device_mesh import DeviceMesh
 
     rank = dist.get_rank()
-    if mesh is None:
-        mesh, is_declared = dist.group.WORLD, False
-    else:
-        is_declared = True
+    is_declared = mesh is not None
+    mesh = mesh if is_declared else dist.group.WORLD
     if isinstance(mesh, DeviceMesh):
         ranks, names = mesh.mesh.detach().cpu(), tuple(mesh.mesh_dim_names or ())
         is_member = mesh.get_coordinate() is not None

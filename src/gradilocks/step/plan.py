@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -89,25 +89,20 @@ class StepPlan:
         grads = [param.grad for param in self.params]
         self._check_present(grads)
         fast = self._fast if self._is_fast_step_current() else self._make_fast_step()
-        if fast is not None:
-            if self._fused is None:
-                self._check_parameters()
-            decision = fast.run(grads, inputs)
-            if decision is not None:
-                if self._fused is None:
-                    with torch.no_grad():
-                        self._update(decision, dense_grads(self.params))
-                else:
-                    for optimizer in self.optimizers:
-                        mark_stepped(optimizer)
-                return decision
-        with torch.no_grad():
-            self._check_parameters()
-            tensors = dense_grads(self.params)
-            decision = self.decide(tensors, inputs)
-            self._update(decision, tensors)
-            self.advance(decision, moves=inputs.moves)
+        decision = None if fast is None else fast.run(grads, inputs)
+        if decision is not None and self._fused is not None:
+            for optimizer in self.optimizers:
+                mark_stepped(optimizer)
             return decision
+        with torch.no_grad():
+            tensors = dense_grads(self.params)
+            if decision is None:
+                decision = self.decide(tensors, inputs)
+                self._update(decision, tensors)
+                self.advance(decision, moves=inputs.moves)
+            else:
+                self._update(decision, tensors)
+        return decision
 
     def decide(self, tensors: Sequence[Tensor | None], inputs: StepInputs) -> Decision:
         """Measures the gradients and decides the step with torch operations. Changes neither scale nor counters."""
@@ -168,7 +163,8 @@ class StepPlan:
 
     def _make_fast_step(self) -> RecordedStep | HostStep | None:
         """Creates the recorded step or the host step; None if neither applies."""
-        self._fast = None
+        self._check_parameters()
+        self._fast = self._fused = None
         device = first_device(self.optimizers)
         if self._clip_rule is None or self._clip_rule.order not in (1.0, 2.0, math.inf):
             return None
@@ -180,9 +176,9 @@ class StepPlan:
                 "the first step creates optimizer state and tables, which a CUDA graph cannot capture. Take a step "
                 "before the capture, as torch recommends for warm-up."
             )
-        self._check_parameters()
         dtypes = _DTYPES["cuda" if is_recorded else "cpu"]
-        if not all(_is_supported(local(param), device, dtypes) for param in self.params):
+        tensors = [local(param) for param in self.params]
+        if not all(t.device == device and t.dtype in dtypes and t.layout is torch.strided for t in tensors):
             self._clip_rule = None
             return None
         self._state.to(device)
@@ -204,6 +200,7 @@ class StepPlan:
         if self._bypasses_step != all(map(can_bypass_step, self.optimizers)):
             return False
         if self._fused is None:
+            self._check_parameters()
             has_device = self.params[0].device == self._state.steps.device
             return has_device and self._sizes == tuple(map(Tensor.numel, self.params))
         return self._fused.is_current()
@@ -236,7 +233,3 @@ class StepPlan:
             multiplier=torch.ones((), dtype=torch.float64, device=device),
         )
         return RecordedStep(self.params, tensors, order=rule.order, fused=self._fused, layout=self.layout)
-
-
-def _is_supported(tensor: Tensor, device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
-    return tensor.device == device and tensor.dtype in dtypes and tensor.layout is torch.strided
