@@ -12,70 +12,25 @@ from typing import TYPE_CHECKING
 
 from gradilocks._version import __version__ as __version__
 
-# Public name -> module that defines it; "" for a module itself.
-_MODULES = {
-    "AdaGC": "clip",
-    "AdaptiveClip": "clip",
-    "ClipByNorm": "clip",
-    "ClipByValue": "clip",
-    "ClipPerGroup": "clip",
-    "DynamicScale": "scale",
-    "GradScaler": "dropin",
-    "GradientControl": "control",
-    "HeadroomScale": "scale",
-    "Outcome": "outcome",
-    "QuantileClip": "clip",
-    "SkipSpikes": "clip",
-    "StaticScale": "scale",
-    "ZScoreClip": "clip",
+_NAMES = {
+    "": "errors kernels optim",
     "audit": "audit",
-    "chain": "clip",
-    "check_replicas": "ranks",
-    "clip_grad_norm_": "dropin",
-    "clip_grad_value_": "dropin",
-    "clip_grads_with_norm_": "dropin",
+    "clip": "AdaGC AdaptiveClip ClipByNorm ClipByValue ClipPerGroup QuantileClip SkipSpikes ZScoreClip chain",
+    "control": "GradientControl",
+    "dropin": "GradScaler clip_grad_norm_ clip_grad_value_ clip_grads_with_norm_ get_total_norm",
     "emulate": "emulate",
-    "errors": "",
     "explain": "explain",
-    "get_total_norm": "dropin",
-    "kernels": "",
-    "log": "record",
-    "measure": "step.measure",
-    "optim": "",
+    "outcome": "Outcome",
+    "ranks": "check_replicas",
+    "record": "log",
+    "scale": "DynamicScale HeadroomScale StaticScale",
+    "step.measure": "measure",
     "trace": "trace",
 }
+"""Public names by the module that defines them; those of "" are modules themselves."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "AdaGC",
-    "AdaptiveClip",
-    "ClipByNorm",
-    "ClipByValue",
-    "ClipPerGroup",
-    "DynamicScale",
-    "GradScaler",
-    "GradientControl",
-    "HeadroomScale",
-    "Outcome",
-    "QuantileClip",
-    "SkipSpikes",
-    "StaticScale",
-    "ZScoreClip",
-    "audit",
-    "chain",
-    "check_replicas",
-    "clip_grad_norm_",
-    "clip_grad_value_",
-    "clip_grads_with_norm_",
-    "emulate",
-    "errors",
-    "explain",
-    "get_total_norm",
-    "kernels",
-    "log",
-    "measure",
-    "optim",
-    "trace",
-]
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> object:
@@ -108,33 +63,33 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
-if TYPE_CHECKING:
-    from gradilocks import errors, kernels, optim
-    from gradilocks.audit import audit
-    from gradilocks.clip import (
-        AdaGC,
-        AdaptiveClip,
-        ClipByNorm,
-        ClipByValue,
-        ClipPerGroup,
-        QuantileClip,
-        SkipSpikes,
-        ZScoreClip,
-        chain,
-    )
-    from gradilocks.control import GradientControl
-    from gradilocks.dropin import (
-        GradScaler,
-        clip_grad_norm_,
-        clip_grad_value_,
-        clip_grads_with_norm_,
-        get_total_norm,
-    )
-    from gradilocks.emulate import emulate
-    from gradilocks.explain import explain
-    from gradilocks.outcome import Outcome
-    from gradilocks.ranks import check_replicas
-    from gradilocks.record import log
-    from gradilocks.scale import DynamicScale, HeadroomScale, StaticScale
-    from gradilocks.step.measure import measure
-    from gradilocks.trace import trace
+if TYPE_CHECKING:  # "X as X" exports X to type checkers, which cannot read `__all__` above.
+    from gradilocks import errors as errors
+    from gradilocks import kernels as kernels
+    from gradilocks import optim as optim
+    from gradilocks.audit import audit as audit
+    from gradilocks.clip import AdaGC as AdaGC
+    from gradilocks.clip import AdaptiveClip as AdaptiveClip
+    from gradilocks.clip import ClipByNorm as ClipByNorm
+    from gradilocks.clip import ClipByValue as ClipByValue
+    from gradilocks.clip import ClipPerGroup as ClipPerGroup
+    from gradilocks.clip import QuantileClip as QuantileClip
+    from gradilocks.clip import SkipSpikes as SkipSpikes
+    from gradilocks.clip import ZScoreClip as ZScoreClip
+    from gradilocks.clip import chain as chain
+    from gradilocks.control import GradientControl as GradientControl
+    from gradilocks.dropin import GradScaler as GradScaler
+    from gradilocks.dropin import clip_grad_norm_ as clip_grad_norm_
+    from gradilocks.dropin import clip_grad_value_ as clip_grad_value_
+    from gradilocks.dropin import clip_grads_with_norm_ as clip_grads_with_norm_
+    from gradilocks.dropin import get_total_norm as get_total_norm
+    from gradilocks.emulate import emulate as emulate
+    from gradilocks.explain import explain as explain
+    from gradilocks.outcome import Outcome as Outcome
+    from gradilocks.ranks import check_replicas as check_replicas
+    from gradilocks.record import log as log
+    from gradilocks.scale import DynamicScale as DynamicScale
+    from gradilocks.scale import HeadroomScale as HeadroomScale
+    from gradilocks.scale import StaticScale as StaticScale
+    from gradilocks.step.measure import measure as measure
+    from gradilocks.trace import trace as trace

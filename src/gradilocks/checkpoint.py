@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from gradilocks.control import GradientControl
     from gradilocks.step.plan import StepPlan
 
-__all__ = ["load", "save"]
-
 _VERSION = 3
 _TORCH_SETTINGS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _TORCH_TENSORS = ("scale", "growth_tracker")
@@ -105,50 +103,45 @@ def load(control: GradientControl, state_dict: Mapping[str, Any]) -> None:
     steps, streak = (_count(entries.get(name, 0), name) for name in ("steps", "streak"))
     count = len(control.optimizers)
     plans = {_key(indices): indices for indices in (tuple(range(count)), *((i,) for i in range(count)))}
-    clips = []
+    clip_tensors: list[tuple[Tensor, Tensor]] = []
     for key, saved in _mapping(entries.get("clip", {}), "clip").items():
         if key not in plans:
             raise BadState(
                 f"the state has clip state for optimizers {key}, which a control with {count} optimizers does not have."
             )
-        plan = control._plan(plans[key])
-        clips.append((plan, _read_clip(plan, _mapping(saved, "clip"))))
+        clip_tensors += _read_clip(control._plan(plans[key]), _mapping(saved, "clip"))
 
     for name, tensor in state.tensors.items():
         if name in numbers:
             tensor.fill_(numbers[name])
     state.steps.fill_(steps)
     state.streak.fill_(streak)
-    for plan, states in clips:
-        for old, new in zip(plan.clip.states, states, strict=True):
-            for name, tensor in new.items():
-                old[name].copy_(tensor)
+    for tensor, saved in clip_tensors:
+        tensor.copy_(saved)
     for phase in control._phases:
         phase.pending = None
         if phase.phase is not Phase.CLEAR:
             phase.enter(Phase.USED)  # The gradients carry the previous scale.
 
 
-def _read_clip(plan: StepPlan, saved: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """Checks the saved clip state against the policies and returns it in their shapes."""
+def _read_clip(plan: StepPlan, saved: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Checks the saved clip state against the policies; returns each tensor of the state with its saved value."""
     # Policies without state, such as ClipByNorm, are settings and may differ.
     pairs = zip(plan.clip.policies, plan.clip.states, strict=True)
-    policies = [type(policy).__name__ for policy, state in pairs if state]
+    policies = [(type(policy).__name__, state) for policy, state in pairs if state]
+    names = [name for name, _ in policies]
     entries = [_mapping(saved.get(str(index)), "clip") for index in range(len(saved))]
     entries = [entry for entry in entries if len(entry) > 1]
     found = [str(entry.get("policy")) for entry in entries]
-    if found != policies:
+    if found != names:
         raise BadState(
             f"the state is for clip policies {', '.join(found) or 'None'}; the control has "
-            f"{', '.join(policies) or 'None'}. Construct it with the same policies, or load only the scale: "
+            f"{', '.join(names) or 'None'}. Construct it with the same policies, or load only the scale: "
             "{'scale': state['scale']}."
         )
-    states = []
-    remaining = iter(zip(policies, entries, strict=True))
-    for current in plan.clip.states:
-        policy, entry = next(remaining) if current else ("", {})
-        loaded = {}
-        for name, tensor in current.items():
+    loaded = []
+    for (policy, state), entry in zip(policies, entries, strict=True):
+        for name, tensor in state.items():
             value = entry.get(name)
             if isinstance(value, Mapping):
                 # A parameter that the checkpoint does not have keeps its state.
@@ -157,9 +150,8 @@ def _read_clip(plan: StepPlan, saved: Mapping[str, Any]) -> list[dict[str, Tenso
             if not isinstance(value, Tensor) or value.shape != tensor.shape:
                 shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise BadState(f"{policy} has {name} of shape {tuple(tensor.shape)}; the state has {shape}.")
-            loaded[name] = value
-        states.append(loaded)
-    return states
+            loaded.append((tensor, value))
+    return loaded
 
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:

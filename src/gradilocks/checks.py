@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["check_number", "check_order"]
-
 
 def check_number(
     name: str,

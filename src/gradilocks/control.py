@@ -17,15 +17,15 @@ from gradilocks import checkpoint, kernels
 from gradilocks.checks import check_number
 from gradilocks.clip import resolve_clip
 from gradilocks.errors import NoGradients, ScaleMisuse
-from gradilocks.events import Callback, StepRecord, Subscribers
+from gradilocks.events import PROCESS_WIDE, Callback, StepRecord, subscribe
 from gradilocks.names import Names
 from gradilocks.outcome import Outcome, RankCheck, Streak, never_finite_error, nonfinite_error
 from gradilocks.ranks.collective import common_to_all, handshake, reduce_powers
-from gradilocks.ranks.layout import Layout, ShareFunction, is_dtensor, layout_of, replicas_of
-from gradilocks.scale import check_scale, resolve_scale
+from gradilocks.ranks.layout import Layout, ShareFunction, is_dtensor, layout_of, replicas_of, world_size
+from gradilocks.scale import LARGEST_SCALE, SMALLEST_SCALE, check_scale, resolve_scale
 from gradilocks.schedule import Scheduler
 from gradilocks.step.closure import step_with_closure
-from gradilocks.step.decide import ROW, Decision
+from gradilocks.step.decide import ROW, Decision, StepInputs
 from gradilocks.step.gradients import by_device, check_float16, check_optimizers, dense_grads, first_device, parameters
 from gradilocks.step.phase import OptimizerPhase, Phase, StepGuard
 from gradilocks.step.plan import StepPlan
@@ -34,8 +34,6 @@ from gradilocks.step.update import apply_in_place
 
 if TYPE_CHECKING:
     from gradilocks.dropin.control_scaler import ControlScaler
-
-__all__ = ["GradientControl"]
 
 _SCALED = "_gradilocks_is_scaled"
 """Attribute that marks the results of `scale_loss`."""
@@ -115,9 +113,9 @@ class GradientControl:
         self._plans: dict[tuple[int, ...], StepPlan] = {}
         self._phases = [OptimizerPhase(optimizer) for optimizer in optimizers]
         self._losses: list[Tensor] = []
-        self._streak = Streak(give_up_after, has_ranks=_has_ranks())
+        self._streak = Streak(give_up_after, has_ranks=world_size() > 1)
         self._schedulers: list[Scheduler] = []
-        self._subscribers = Subscribers()
+        self._callbacks: list[Callback] = []
         self._rank_check = RankCheck(self._layout)
         if self._state.policy is not None:
             for optimizer, phase in zip(optimizers, self._phases, strict=True):
@@ -202,27 +200,19 @@ class GradientControl:
             if not callable(closure):
                 raise TypeError(f"step() takes a closure or only=optimizer, got {type(closure).__name__}.")
             return self._step_with_closure(closure)
-        is_unscaled, overflow = self._check_before_step(indices)
-        plan = self._plan(indices)
+        inputs, plan = self._inputs(indices, moves=only is None), self._plan(indices)
         if plan.names_by_rank is None:
             self._compare_ranks(plan)
-        loss, has_subscribers = self._loss(), bool(self._subscribers)
         try:
             for i in indices:
                 self._phases[i].is_stepping = True
-            decision = plan.step(
-                is_unscaled=is_unscaled,
-                moves=only is None,
-                overflow=overflow,
-                loss=loss,
-                detail=has_subscribers,
-            )
+            decision = plan.step(inputs)
         finally:
             # After an error too: a second attempt would divide by the scale again.
             for i in indices:
                 self._phases[i].is_stepping = False
                 self._phases[i].enter(Phase.USED)
-        return self._finish(indices, decision, loss, moves=only is None, is_unscaled=is_unscaled)
+        return self._finish(indices, decision, inputs)
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -234,7 +224,13 @@ class GradientControl:
         decisions = [phase.pending for phase in self._phases if phase.pending is not None]
         flags = [phase.overflow for phase in self._phases if phase.overflow is not None]
         if new_scale is not None:
-            self._set_scale(new_scale)
+            if self._state.policy is None:
+                raise ValueError("update(new_scale) needs a control that scales the loss; this one has scale=None.")
+            if isinstance(new_scale, Tensor):
+                self._state.scale.copy_(new_scale.detach().reshape(()).clamp(SMALLEST_SCALE, LARGEST_SCALE))
+            else:
+                check_scale("new_scale", new_scale)
+                self._state.scale.fill_(new_scale)
         elif decisions or flags:
             if flags and self._layout is not None:  # `unscale_` has checked only this rank's gradients.
                 flags = [reduce_powers(torch.stack(flags), self._layout, math.inf, over="group").amax()]
@@ -278,7 +274,7 @@ class GradientControl:
         for i in indices:
             if not self._has_stages:
                 self._phases[i].check_unscale()
-            self._check_float16(parameters([self.optimizers[i]]))
+            check_float16(parameters([self.optimizers[i]]), self._names)
         for i in indices:
             tensors = [tensor for tensor in dense_grads(parameters([self.optimizers[i]])) if tensor is not None]
             inverse = self._state.scale.double().reciprocal()
@@ -298,25 +294,26 @@ class GradientControl:
             only: one of the optimizers.
         """
         indices = self._indices(only)
-        is_unscaled, overflow = self._check_before_step(indices)
-        plan = self._plan(indices)
+        inputs, plan = self._inputs(indices), self._plan(indices)
         self._compare_ranks(plan)
-        decision = plan.decide(dense_grads(plan.params), is_unscaled=is_unscaled, overflow=overflow)
+        decision = plan.decide(dense_grads(plan.params), inputs)
         return decision.row()[ROW.index("norm")].to(torch.float32)
 
     def scheduler(self, scheduler: Any) -> Scheduler:
         """Wraps a torch LR scheduler so that skipped steps do not advance it; see `Scheduler`."""
-        wrapped = Scheduler(scheduler, has_ranks=_has_ranks())
+        wrapped = Scheduler(scheduler, has_ranks=world_size() > 1)
         self._schedulers.append(wrapped)
         return wrapped
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
         """Calls `callback(record)` with a StepRecord after every step; returns a function that unsubscribes it."""
-        return self._subscribers.add(callback)
+        return subscribe(callback, self._callbacks)
 
     def log(self, **numbers: Any) -> None:
         """Adds numbers to the latest step of the run file (`record=`): `control.log(accuracy=0.9)`."""
-        self._subscribers.log(numbers)
+        for callback in [*self._callbacks, *PROCESS_WIDE]:
+            if hasattr(callback, "log"):  # As recorders have.
+                callback.log(**numbers)
 
     def as_scaler(self) -> ControlScaler:
         """Returns a `torch.amp.GradScaler` that calls this control, for frameworks that take a scaler."""
@@ -358,25 +355,15 @@ class GradientControl:
     def _plan(self, indices: tuple[int, ...]) -> StepPlan:
         plan = self._plans.get(indices)
         if plan is None:
-            params = parameters([self.optimizers[i] for i in indices])
-            position = {id(param): i for i, param in enumerate(parameters(self.optimizers))}
-            positions = [position[id(param)] for param in params]
-            groups, layout = self._names.groups(), self._layout
+            optimizers, layout = [self.optimizers[i] for i in indices], self._layout
             if layout is not None:
-                layout = replace(layout, shares=tuple(layout.shares[i] for i in positions), _weights={})
-            plan = StepPlan(
-                [self.optimizers[i] for i in indices],
-                self._names.of(params),
-                [groups[i] for i in positions],
-                self._state,
-                self._clip,
-                layout,
-            )
-            self._plans[indices] = plan
+                shares = dict(zip(map(id, parameters(self.optimizers)), layout.shares, strict=True))
+                layout = replace(layout, shares=tuple(shares[id(p)] for p in parameters(optimizers)), _weights={})
+            plan = self._plans[indices] = StepPlan(optimizers, self._names, self._state, self._clip, layout)
         return plan
 
-    def _check_before_step(self, indices: tuple[int, ...]) -> tuple[bool, Tensor | None]:
-        """Checks the phases; returns whether the gradients are unscaled, and the overflow flag of `unscale_`."""
+    def _inputs(self, indices: tuple[int, ...], *, moves: bool = True) -> StepInputs:
+        """Checks the phases and returns the arguments of the next step."""
         phases = [self._phases[i] for i in indices]
         if self._state.policy is not None and not self._has_stages:
             for phase in phases:
@@ -389,54 +376,33 @@ class GradientControl:
             )
         flags = [phase.overflow for phase in phases if phase.overflow is not None]
         overflow = torch.stack(flags).amax() if len(flags) > 1 else flags[0] if flags else None
-        return all(unscaled) or self._state.policy is None, overflow
+        loss = self._losses[0] if self._losses else None
+        if len(self._losses) > 1:
+            loss = torch.stack([value.float().to(self._losses[0].device) for value in self._losses]).sum()
+        has_subscribers = bool(self._callbacks or PROCESS_WIDE)
+        return StepInputs(all(unscaled) or self._state.policy is None, moves, overflow, loss, has_subscribers)
 
-    def _check_float16(self, params: list[Tensor]) -> None:
-        """Raises ValueError for float16 gradients, which must not be unscaled in place."""
-        check_float16(params, lambda param: self._names.of([param])[0])
-
-    def _set_scale(self, new_scale: float | Tensor) -> None:
-        if self._state.policy is None:
-            raise ValueError("update(new_scale) needs a control that scales the loss; this one has scale=None.")
-        if not isinstance(new_scale, Tensor):
-            check_scale("new_scale", new_scale)
-        self._state.set_scale(new_scale)
-
-    def _loss(self) -> Tensor | None:
-        """Sum of the losses since the previous step."""
-        if len(self._losses) < 2:
-            return self._losses[0] if self._losses else None
-        return torch.stack([loss.float().to(self._losses[0].device) for loss in self._losses]).sum()
-
-    def _finish(
-        self,
-        indices: tuple[int, ...],
-        decision: Decision,
-        loss: Tensor | None,
-        *,
-        moves: bool,
-        is_unscaled: bool = False,
-    ) -> Outcome:
+    def _finish(self, indices: tuple[int, ...], decision: Decision, inputs: StepInputs) -> Outcome:
         for i in indices:
-            self._phases[i].pending = None if moves else decision
+            self._phases[i].pending = None if inputs.moves else decision
         self._losses.clear()
         plan, names = self._plans[indices], self._names
         outcome = Outcome(
-            decision.row,
-            decision.statistics,
+            decision,
             lambda: (plan.names, names.backward_order(plan.params)),
-            loss=loss,
-            rank_rows=decision.rank_rows,
+            loss=inputs.loss,
             names_by_rank=plan.names_by_rank,
-            is_captured=decision.skip.is_cuda and torch.cuda.is_current_stream_capturing(),
         )
         self.outcome = outcome
         not_stepped = [optimizer for i, optimizer in enumerate(self.optimizers) if i not in indices]
         for scheduler in self._schedulers:
             if not any(optimizer is getattr(scheduler, "optimizer", None) for optimizer in not_stepped):
                 scheduler.note(decision.skip)
-        if self._subscribers:
-            self._subscribers.send(self._record(indices, outcome, loss, is_unscaled))
+        if self._callbacks or PROCESS_WIDE:
+            rates = tuple(group.get("lr") for i in indices for group in self.optimizers[i].param_groups)
+            record = StepRecord(self, outcome, inputs.loss, indices, rates, time.time(), inputs.is_unscaled)
+            for callback in [*self._callbacks, *PROCESS_WIDE]:
+                callback(record)
         if decision.rank_rows is not None:
             self._rank_check.add(decision.rank_rows)
         if self._streak.reached(self._state.streak):
@@ -444,10 +410,6 @@ class GradientControl:
         if self._on_nonfinite == "raise" and outcome.skipped and not outcome.rejected:
             raise nonfinite_error(outcome)
         return outcome
-
-    def _record(self, indices: tuple[int, ...], outcome: Outcome, loss: Tensor | None, is_unscaled: bool) -> StepRecord:
-        rates = tuple(group.get("lr") for i in indices for group in self.optimizers[i].param_groups)
-        return StepRecord(self, outcome, loss, indices, rates, time.time(), is_unscaled)
 
     def _compare_ranks(self, plan: StepPlan) -> None:
         """Exchanges settings and parameter names with the other ranks, at the first step of a plan."""
@@ -489,12 +451,13 @@ class GradientControl:
 
     def _check_patterns(self) -> None:
         """Raises ValueError for keys of clip policies that match no parameter on any rank."""
-        names = self._names.of(parameters(self.optimizers))
+        params = parameters(self.optimizers)
+        names = self._names.of(params)
         unmatched = [
             f"{type(policy).__name__}: {key}"
             for policy in self._clip
             if hasattr(policy, "unmatched")
-            for key in policy.unmatched(names, self._names.groups())
+            for key in policy.unmatched(names, self._names.groups(params))
         ]
         unmatched = unmatched if self._layout is None else common_to_all(unmatched, self._layout)
         if unmatched:
@@ -506,19 +469,17 @@ class GradientControl:
         if len(self.optimizers) > 1:
             raise ValueError(f"step(closure) needs a control with one optimizer; this one has {len(self.optimizers)}.")
         plan, phase = self._plan((0,)), self._phases[0]
-        evaluations: list[tuple[Decision, Tensor | None]] = []
+        evaluations: list[tuple[Decision, StepInputs]] = []
 
         def unscale_and_clip() -> bool:
             self._compare_ranks(plan)
-            is_unscaled, overflow = self._check_before_step((0,))
-            if self._state.policy is not None and not is_unscaled:
-                self._check_float16(plan.params)
+            inputs = self._inputs((0,))
+            if self._state.policy is not None and not inputs.is_unscaled:
+                check_float16(plan.params, self._names)
             tensors = dense_grads(plan.params)
-            loss = self._loss()
-            detail = bool(self._subscribers)
-            decision = plan.decide(tensors, is_unscaled=is_unscaled, overflow=overflow, loss=loss, detail=detail)
+            decision = plan.decide(tensors, inputs)
             self._losses.clear()
-            evaluations.append((decision, loss))
+            evaluations.append((decision, inputs))
             is_taken = not bool(decision.skip)
             if is_taken:
                 apply_in_place(decision, tensors)
@@ -533,9 +494,4 @@ class GradientControl:
         if not evaluations:
             raise ScaleMisuse(f"{type(self.optimizers[0]).__name__}.step did not call the closure.")
         plan.advance(evaluations[-1][0], moves=True)
-        return self._finish((0,), *evaluations[-1], moves=True)
-
-
-def _has_ranks() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+        return self._finish((0,), *evaluations[-1])

@@ -11,8 +11,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from gradilocks.outcome import Outcome
 
-__all__ = ["Callback", "StepRecord", "Subscribers", "subscribe_all"]
-
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -36,43 +34,14 @@ class StepRecord:
 
 Callback = Callable[[StepRecord], object]
 
-_process_wide: list[Callback] = []
+PROCESS_WIDE: list[Callback] = []
+"""Called after every step of every control in this process."""
 
 
-def subscribe_all(callback: Callback) -> Callable[[], None]:
-    """Calls `callback` after every step of every control in this process; returns a function that unsubscribes it."""
-    return _subscribe(_process_wide, callback)
-
-
-class Subscribers:
-    """The callbacks of one control."""
-
-    def __init__(self) -> None:
-        self._callbacks: list[Callback] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._callbacks or _process_wide)
-
-    def add(self, callback: Callback) -> Callable[[], None]:
-        """Registers a callback; returns a function that removes it."""
-        if not callable(callback):
-            raise TypeError(f"subscribe() takes a function of one StepRecord, got {type(callback).__name__}.")
-        return _subscribe(self._callbacks, callback)
-
-    def send(self, record: StepRecord) -> None:
-        """Calls every callback with the record."""
-        for callback in [*self._callbacks, *_process_wide]:
-            callback(record)
-
-    def log(self, numbers: dict[str, Any]) -> None:
-        """Passes logged numbers to every callback that has a `log` method, as recorders do."""
-        for callback in [*self._callbacks, *_process_wide]:
-            log = getattr(callback, "log", None)
-            if log is not None:
-                log(**numbers)
-
-
-def _subscribe(callbacks: list[Callback], callback: Callback) -> Callable[[], None]:
+def subscribe(callback: Callback, callbacks: list[Callback] = PROCESS_WIDE) -> Callable[[], None]:
+    """Adds a callback to a list; returns a function that removes it."""
+    if not callable(callback):
+        raise TypeError(f"subscribe() takes a function of one StepRecord, got {type(callback).__name__}.")
     callbacks.append(callback)
 
     def unsubscribe() -> None:

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["WRAPPER_ATTRIBUTES", "Names", "named_parameters"]
-
 WRAPPER_ATTRIBUTES = frozenset(
     ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_original_module")
 )
@@ -63,10 +61,11 @@ class Names:
         position = {id(param): i for i, (_, param) in enumerate(self._in_models())}
         return sorted(range(len(params)), key=lambda i: (position.get(id(params[i]), -1), i), reverse=True)
 
-    def groups(self) -> list[tuple[int, str | None]]:
+    def groups(self, params: Sequence[Tensor]) -> list[tuple[int, str | None]]:
         """For each parameter: the index of its param group, counted over all optimizers, and the group's name."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        return [(number, group.get("name")) for number, group in enumerate(groups) for _ in group["params"]]
+        found = {id(param): (i, group.get("name")) for i, group in enumerate(groups) for param in group["params"]}
+        return [found[id(param)] for param in params]
 
     def _in_models(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, model in self._models.items():

@@ -13,10 +13,8 @@ from gradilocks.errors import NeverFinite, NonFiniteGradient, RanksDiffer
 from gradilocks.kernels import STATISTICS
 from gradilocks.ranks.collective import RANK_ROW, describe_disagreement, disagreement, first_culprits
 from gradilocks.ranks.layout import Layout
-from gradilocks.step.decide import ROW
+from gradilocks.step.decide import ROW, Decision
 from gradilocks.step.host_copy import LAG, HostCopy
-
-__all__ = ["NonFiniteCount", "Outcome", "RankCheck", "Streak", "never_finite_error", "nonfinite_error"]
 
 
 class NonFiniteCount(NamedTuple):
@@ -43,18 +41,15 @@ class Outcome:
 
     def __init__(
         self,
-        row: Callable[[], Tensor],
-        statistics: Callable[[], Tensor],
+        decision: Decision,
         names: Callable[[], tuple[Sequence[str], Sequence[int]]],
         *,
-        loss: Tensor | None = None,
-        rank_rows: Tensor | None = None,
-        names_by_rank: Sequence[Sequence[str]] | None = None,
-        is_captured: bool = False,
+        loss: Tensor | None,
+        names_by_rank: Sequence[Sequence[str]] | None,
     ) -> None:
-        self._row, self._statistics, self._names, self._loss = row, statistics, names, loss
-        self._rank_rows, self._names_by_rank = rank_rows, names_by_rank
-        self.is_captured = is_captured
+        self._row, self._statistics, self._rank_rows = decision.row, decision.statistics, decision.rank_rows
+        self._names, self._loss, self._names_by_rank = names, loss, names_by_rank
+        self.is_captured = decision.skip.is_cuda and torch.cuda.is_current_stream_capturing()
         """True for a step captured in a CUDA graph of the user."""
         self._numbers: dict[str, float] | None = None
         self._counts: dict[str, NonFiniteCount] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -22,7 +22,6 @@ __all__ = [
     "DynamicScale",
     "HeadroomScale",
     "ScalePolicy",
-    "ScaleRules",
     "StaticScale",
     "check_scale",
     "initial_state",
@@ -33,20 +32,6 @@ SMALLEST_SCALE = 2.0**-126
 """Smallest scale that, like its reciprocal, is a normal float32."""
 LARGEST_SCALE = float(torch.finfo(torch.float32).max)
 _LARGEST_INT32 = torch.iinfo(torch.int32).max
-
-
-@dataclass(frozen=True)
-class ScaleRules:
-    """A scale policy in plain numbers, for kernels that apply it on the device."""
-
-    moves: bool
-    """False for a constant scale; the other numbers are then unused."""
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    min_scale: float = SMALLEST_SCALE
-    max_scale: float = LARGEST_SCALE
-    hysteresis: int = 1
 
 
 class ScalePolicy:
@@ -71,10 +56,6 @@ class ScalePolicy:
             largest: 0-d, largest magnitude of the scaled gradients.
         """
         raise NotImplementedError(f"{type(self).__name__} must define update(state, overflow, largest).")
-
-    def rules(self) -> ScaleRules | None:
-        """Returns the policy as plain numbers, or None if only `update` can express it."""
-        return None
 
 
 @dataclass(frozen=True)
@@ -105,9 +86,6 @@ class StaticScale(ScalePolicy):
 
     def update(self, state: Mapping[str, Tensor], overflow: Tensor, largest: Tensor) -> dict[str, Tensor]:
         return dict(state)
-
-    def rules(self) -> ScaleRules | None:
-        return ScaleRules(moves=False) if type(self) is StaticScale else None
 
 
 @dataclass(frozen=True)
@@ -170,10 +148,6 @@ class DynamicScale(ScalePolicy):
             "growth_tracker": torch.where(grows, 0, finite_steps),
             "hysteresis": torch.where(grows, self.hysteresis, hysteresis),
         }
-
-    def rules(self) -> ScaleRules | None:
-        numbers = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "init_scale"}
-        return ScaleRules(moves=True, **numbers) if type(self) is DynamicScale else None
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from gradilocks.step.host_copy import LAG, HostCopy
 
-__all__ = ["Scheduler"]
-
 _DEBT = "gradilocks_debt"
 
 

@@ -12,25 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
-from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = [
-    "OptState",
-    "TorchDispatchMode",
-    "enable_amp_scaling",
-    "foreach_mul_",
-    "foreach_norm",
-    "has_other_hooks",
-    "is_fsdp1_shard",
-    "local_tensor",
-    "localized_spec",
-    "mark_stepped",
-    "new_optimizer_state",
-    "outside_compile",
-    "supports_amp_scaling",
-    "version_of",
-]
+from torch.amp.grad_scaler import OptState as OptState
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # torch.optim deletes its attribute `optimizer`, so the module is imported by name.
 _optimizer_module: Any = importlib.import_module("torch.optim.optimizer")

@@ -17,7 +17,7 @@ from gradilocks.ranks.collective import RANK_ROW
 from gradilocks.ranks.layout import Layout
 from gradilocks.scale import DynamicScale
 from gradilocks.step.clip_stage import ClipStage
-from gradilocks.step.decide import ROW, decide
+from gradilocks.step.decide import ROW, StepInputs, decide
 from gradilocks.step.state import StepState
 from optim import twins
 from optim.conftest import use_interpreter
@@ -80,16 +80,15 @@ class Twin:
         # A missing gradient has no norm, no zeros and nothing else to report.
         present = [torch.zeros(0) if grad is None else grad for grad in self.grads]
         statistics = reference.measure(present, order=self.clip.order)
-        options = {"layout": self.layout, "is_unscaled": is_unscaled, "overflow": overflow, "loss": loss}
-        expected = decide(
-            statistics, self.grads, self.clip, self.expected_state, max_gradient=self.max_gradient, **options
-        )
+        inputs = StepInputs(is_unscaled, moves, overflow, loss)
+        options = {"layout": self.layout, "max_gradient": self.max_gradient}
+        expected = decide(statistics, self.grads, self.clip, self.expected_state, inputs, **options)
         self.expected_state.steps += 1
         self.expected_state.streak.copy_(torch.where(expected.overflow, self.expected_state.streak + 1, 0))
         if moves:
             self.expected_state.update_scale(expected.overflow, expected.largest)
         addresses = self.recorded._reader.read_gradients(self.grads)
-        slot = self.recorded.launch(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
+        slot = self.recorded.launch(addresses, inputs)
         torch.testing.assert_close(self.recorded.statistics(slot), statistics, rtol=1e-14, atol=0.0, equal_nan=True)
         torch.testing.assert_close(self.recorded.row(slot), expected.row(), rtol=1e-14, atol=0.0, equal_nan=True)
         assert self.recorded.skip == expected.skip
@@ -200,25 +199,6 @@ def test_a_new_learning_rate_applies_at_once():
     before = [param.detach().clone() for param in twin.params]
     twin.decide()
     assert twins.have_same_bits(before, [param.detach() for param in twin.params])
-
-
-def test_fused_optimizers_may_be_some_of_the_optimizers():
-    """The others read the decision from `skip` and `divisor`."""
-    from gradilocks.kernels.recorded_step import RecordedStep
-
-    twin = Twin()
-    others = twins.parameters([(5,), (6,)])
-    twins.fill_gradients(others, 7)
-    fused = FusedStep.make([twin.optimizer])
-    mixed = [others[0], *twin.params, others[1]]
-    recorded = RecordedStep(mixed, twin.recorded._step, order=2.0, fused=fused, layout=None)
-    before = [param.detach().clone() for param in mixed]
-    addresses = recorded._reader.read_gradients([param.grad for param in mixed])
-    slot = recorded.launch(addresses, is_unscaled=True, moves=False, overflow=None, loss=None)
-    norm = torch.linalg.vector_norm(torch.cat([param.grad.flatten() for param in mixed]))
-    assert recorded.row(slot)[ROW.index("norm")].item() == pytest.approx(norm.item(), rel=1e-6)
-    changed = [not torch.equal(old, param) for old, param in zip(before, mixed, strict=True)]
-    assert changed == [False, True, True, True, True, False]
 
 
 def test_results_expire_after_the_ring_is_full(monkeypatch):

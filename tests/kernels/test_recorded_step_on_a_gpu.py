@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gradilocks import optim
 from gradilocks.optim.fused_step import FusedStep
 from gradilocks.ranks.layout import Layout
-from gradilocks.step.decide import ROW
+from gradilocks.step.decide import ROW, StepInputs
 from optim import twins
 
 pytestmark = pytest.mark.gpu
@@ -52,7 +52,7 @@ def make(*, dtype=torch.float32, layout=None, name="AdamW", shapes=SHAPES, **opt
 def run(twin, *, moves=True, is_unscaled=False, overflow=None, loss=None):
     assert twin.fused.is_current()
     addresses = twin.recorded._reader.read_gradients([param.grad for param in twin.params])
-    return twin.recorded.launch(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
+    return twin.recorded.launch(addresses, StepInputs(is_unscaled, moves, overflow, loss))
 
 
 def everything(twin):

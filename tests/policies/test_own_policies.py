@@ -72,4 +72,3 @@ def test_a_base_class_names_the_method_that_is_missing():
         ScalePolicy().init()
     with pytest.raises(NotImplementedError, match=r"ScalePolicy must define update\(state, overflow, largest\)"):
         ScalePolicy().update({}, torch.tensor(True), torch.tensor(0.0))
-    assert ScalePolicy().rules() is None

@@ -15,10 +15,10 @@ from gradilocks.scale import (
     SMALLEST_SCALE,
     DynamicScale,
     HeadroomScale,
-    ScaleRules,
     StaticScale,
     resolve_scale,
 )
+from gradilocks.step.state import StepState
 from policies.drive import no_host_reads, scale_path
 from policies.own_policies import Thirds
 
@@ -196,9 +196,15 @@ def test_with_hysteresis_one_it_is_torchs_rule(interval, growth, backoff):
 
 
 def test_only_exact_classes_give_their_rule_in_plain_numbers():
-    assert StaticScale(8.0).rules() == ScaleRules(moves=False)
-    assert DynamicScale(8.0, 3.0, 0.25, 7, 0.5, 64.0, 2).rules() == ScaleRules(True, 3.0, 0.25, 7, 0.5, 64.0, 2)
-    assert HeadroomScale().rules() is None
+    def moves_and_rules(policy):
+        state = StepState(policy)
+        return state.moves, state.rules
+
+    dynamic = DynamicScale(8.0, 3.0, 0.25, 7, 0.5, 64.0, 2)
+    assert moves_and_rules(dynamic) == (True, dynamic)
+    assert moves_and_rules(StaticScale(8.0))[0] is False
+    assert moves_and_rules(None)[0] is False
+    assert moves_and_rules(HeadroomScale()) == (True, None)
 
     class Derived(DynamicScale):
         pass
@@ -206,5 +212,5 @@ def test_only_exact_classes_give_their_rule_in_plain_numbers():
     class Constant(StaticScale):
         pass
 
-    assert Derived().rules() is None
-    assert Constant(8.0).rules() is None
+    assert moves_and_rules(Derived()) == (True, None)
+    assert moves_and_rules(Constant(8.0)) == (True, None)

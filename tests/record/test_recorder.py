@@ -237,14 +237,14 @@ def test_a_resumed_training_appends_and_discards_what_it_repeats(tmp_path):
     train(control, model, 3)
     control.load_state_dict(saved)
     train(control, model, 1)
-    recorder = next(iter(control._subscribers._callbacks))
+    recorder = next(iter(control._callbacks))
     recorder.close()
     assert [line["step"] for line in of_kind(path, "start")] == [0, 5]
 
     model, control = make(path)
     control.load_state_dict(saved)
     train(control, model, 2)
-    recorder = next(iter(control._subscribers._callbacks))
+    recorder = next(iter(control._callbacks))
     recorder.close()
     assert [line["step"] for line in of_kind(path, "start")] == [0, 5, 5]
     assert [line["step"] for line in of_kind(path, "step")][-2:] == [6, 7]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gradilocks import ClipByNorm, SkipSpikes, StaticScale
 from gradilocks.scale import DynamicScale
 from gradilocks.step.clip_stage import ClipStage
-from gradilocks.step.decide import ROW, Decision, decide
+from gradilocks.step.decide import ROW, Decision, StepInputs, decide
 from gradilocks.step.host_step import HostStep, Totals, decide_on_host
 from gradilocks.step.state import StepState
 
@@ -46,15 +46,15 @@ def both(
     tensors = [torch.zeros(1) for _ in range(statistics.shape[1])]
     policy = ClipByNorm(max_norm, order=order)
     stage = ClipStage([policy], tensors, [str(i) for i in range(len(tensors))], [(0, None)] * len(tensors))
-    options = {"is_unscaled": is_unscaled, "max_gradient": max_gradient}
     flag = None if overflow is None else torch.tensor(overflow)
+    inputs = StepInputs(is_unscaled, overflow=flag)
     norms, largest, _, nan, inf = statistics.unbind()
     norm = torch.linalg.vector_norm(norms, order).item()
     totals = Totals(norm, largest.max().item(), nan.sum().item(), inf.sum().item())
     on_host = decide_on_host(
-        totals, policy, scale=scale, step=1, overflow=bool(overflow), statistics=lambda: statistics, **options
+        totals, policy, inputs, scale=scale, step=1, max_gradient=max_gradient, statistics=lambda: statistics
     )
-    return decide(statistics, tensors, stage, state, overflow=flag, **options), on_host
+    return decide(statistics, tensors, stage, state, inputs, max_gradient=max_gradient), on_host
 
 
 def close(one, other):
@@ -140,7 +140,7 @@ def test_a_rejected_step_is_skipped_without_an_overflow():
     statistics = statistics_of([(8.0, 0, 0)])
     tensors = [torch.zeros(1)]
     stage = ClipStage([SkipSpikes(max_norm=0.5)], tensors, ["p"], [(0, None)])
-    decision = decide(statistics, tensors, stage, StepState(StaticScale(8.0)), max_gradient=FLOAT32_MAX)
+    decision = decide(statistics, tensors, stage, StepState(StaticScale(8.0)), StepInputs(), max_gradient=FLOAT32_MAX)
     found = numbers(decision)
     assert (found["skipped"], found["rejected"], bool(decision.overflow)) == (1.0, 1.0, False)
     assert (found["norm"], found["limit"]) == (1.0, 0.5)
@@ -155,7 +155,7 @@ def test_the_scale_moves_alike_on_host_and_device(flags, interval, hysteresis):
     step = HostStep([param], on_host, ClipByNorm(1.0), max_gradient=FLOAT32_MAX, fused=None)
     for overflow in flags:
         param.grad = torch.full((3,), NAN if overflow else 1.0)
-        step.run([param.grad], is_unscaled=False, moves=True, overflow=None, loss=None, detail=False)
+        step.run([param.grad], StepInputs())
         on_device.update_scale(torch.tensor(overflow), torch.tensor(1.0))
         assert {k: v.item() for k, v in on_host.tensors.items()} == {k: v.item() for k, v in on_device.tensors.items()}
     assert on_host.steps.item() == len(flags)
@@ -170,7 +170,7 @@ def test_no_host_read_in_the_decision_on_a_device():
         stage = ClipStage(policies, tensors, ["a", "b"], [(0, None)] * 2)
         state = StepState(DynamicScale())
         with no_host_reads("cpu"):
-            decision = decide(statistics, tensors, stage, state, max_gradient=FLOAT32_MAX)
+            decision = decide(statistics, tensors, stage, state, StepInputs(), max_gradient=FLOAT32_MAX)
             if decision.clipping is not None:
                 stage.update(decision.clipping, decision.skip == 0)
             state.update_scale(decision.overflow, decision.largest)

@@ -23,8 +23,6 @@ from gradilocks.ranks.layout import collective_device, is_dtensor, meshes_of
 from gradilocks.step.gradients import by_device, dense_grads, elements
 from gradilocks.torch_private import outside_compile
 
-__all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
-
 Tensors = Tensor | Iterable[Tensor]
 Groups = Sequence[tuple[torch.device, Sequence[Tensor]]]
 """Tensors grouped by device; see `by_device`."""
@@ -162,8 +160,10 @@ def _total_norm(
     if not order > 0.0:
         raise ValueError(f"norm_type must be above 0, got {order}.")
     if order != 2.0 and any(owner.is_complex() for owner in owners):
-        pairs = zip(owners, grads, strict=True)
-        grads = [_magnitudes(grad) if owner.is_complex() and grad is not None else grad for owner, grad in pairs]
+        grads = list(grads)
+        for i, (owner, grad) in enumerate(zip(owners, grads, strict=True)):
+            if owner.is_complex() and grad is not None:  # Magnitudes from real and imaginary parts.
+                grads[i] = torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float64)
         groups = by_device(grads)
     meshes = meshes_of(owners) if torch.distributed.is_available() and torch.distributed.is_initialized() else []
     if not meshes and len(groups) == 1:
@@ -181,12 +181,6 @@ def _local_norm(grads: Sequence[Tensor | None], order: float, device: torch.devi
     # Copying a zero from the host would wait for the device.
     norms = norms or [torch.zeros((), dtype=torch.float64, device=device)]
     return kernels.total_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
-
-
-def _magnitudes(grad: Tensor) -> Tensor:
-    """Absolute values of complex elements from their real and imaginary parts."""
-    magnitudes: Tensor = torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float64)
-    return magnitudes
 
 
 def _as_tensor(number: Tensor | float) -> Tensor:

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from gradilocks.torch_private import OptState, new_optimizer_state
 
-__all__ = ["ControlScaler"]
-
 
 class ControlScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` that calls a GradientControl. Created by `control.as_scaler()`.
@@ -32,6 +30,9 @@ class ControlScaler(torch.amp.GradScaler):
         super().__init__("cpu", enabled=True)
         self.control = control
         """The GradientControl."""
+        for name in ("growth_factor", "backoff_factor", "growth_interval"):
+            if hasattr(control._state.policy, name):  # Otherwise torch's default.
+                setattr(self, f"_{name}", getattr(control._state.policy, name))
 
     def __repr__(self) -> str:
         return f"{self.control!r}.as_scaler()"
@@ -103,14 +104,6 @@ class ControlScaler(torch.amp.GradScaler):
         self.control.update(new_scale)
         self._per_optimizer_states = defaultdict(new_optimizer_state)
 
-    def get_scale(self) -> float:
-        """The scale; 1.0 if the control does not scale. Waits for the device."""
-        return float(self.control.scale)
-
-    def is_enabled(self) -> bool:
-        """Always True."""
-        return True
-
     def state_dict(self) -> dict[str, Any]:
         """The state of the control, which `torch.amp.GradScaler` loads too."""
         return self.control.state_dict()  # type: ignore[no-any-return]
@@ -122,18 +115,6 @@ class ControlScaler(torch.amp.GradScaler):
                 "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
             )
         self.control.load_state_dict(state_dict)
-
-    def get_growth_factor(self) -> float:
-        """The growth factor of the control's policy; torch's default if it has none."""
-        return float(getattr(self.control._state.policy, "growth_factor", 2.0))
-
-    def get_backoff_factor(self) -> float:
-        """The backoff factor of the control's policy; torch's default if it has none."""
-        return float(getattr(self.control._state.policy, "backoff_factor", 0.5))
-
-    def get_growth_interval(self) -> int:
-        """The growth interval of the control's policy; torch's default if it has none."""
-        return int(getattr(self.control._state.policy, "growth_interval", 2000))
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Raises RuntimeError: the factor belongs to the control's policy."""

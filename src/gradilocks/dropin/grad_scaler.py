@@ -21,10 +21,8 @@ from gradilocks import kernels
 from gradilocks.checks import check_number
 from gradilocks.names import Names
 from gradilocks.ranks.layout import collective_device, meshes_of
-from gradilocks.step.gradients import by_device, check_float16, dense_grads, parameters
+from gradilocks.step.gradients import by_device, check_float16, dense_grads, parameters, params_without_momentum
 from gradilocks.torch_private import OptState, supports_amp_scaling
-
-__all__ = ["GradScaler", "ScalerOutcome"]
 
 _FLOAT32 = torch.finfo(torch.float32)
 _TORCH_DTYPES = {
@@ -136,14 +134,15 @@ class GradScaler(torch.amp.GradScaler):
         return {device: kernels.unscale_(tensors, inv_scale.to(device)) for device, tensors in groups}
 
     def _check_float16(self, optimizer: Any) -> None:
-        check_float16(parameters([optimizer]), lambda param: Names(self._model, [optimizer]).of([param])[0])
+        check_float16(parameters([optimizer]), Names(self._model, [optimizer]))
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients unless `unscale_` has, then steps the optimizer if they are finite. See torch."""
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         user_scale = getattr(optimizer, "grad_scale", None)
-        without_buffer = _params_without_momentum(optimizer) if isinstance(optimizer, torch.optim.SGD) else ()
+        is_fused_sgd = isinstance(optimizer, torch.optim.SGD) and supports_amp_scaling(optimizer)
+        without_buffer = params_without_momentum(optimizer) if is_fused_sgd else []
         is_fused = supports_amp_scaling(optimizer) and not _may_take_grad_scaler(optimizer.step)
         try:
             if is_fused and self._scale is not None and user_scale is None and not args and not kwargs:
@@ -274,8 +273,9 @@ class ScalerOutcome:
             params = [] if optimizer is None else parameters([optimizer])
             names = Names(self._model, [] if optimizer is None else [optimizer])
             grads = dense_grads(params)
-            indices = [i for i in names.backward_order(params) if not _is_finite(grads[i])]
-            self._culprits = tuple(names.of([params[i] for i in indices]))
+            pairs = [(params[i], grads[i]) for i in names.backward_order(params)]
+            culprits = [param for param, grad in pairs if grad is not None and not grad.isfinite().all()]
+            self._culprits = tuple(names.of(culprits))
         return self._culprits
 
     def copy_numbers(self, *, has_more_optimizers: bool) -> None:
@@ -298,10 +298,6 @@ def _may_take_grad_scaler(step: Callable[..., Any]) -> bool:
     return code is None or "grad_scaler" in code.co_varnames
 
 
-def _is_finite(grad: Tensor | None) -> bool:
-    return grad is None or bool(grad.isfinite().all())
-
-
 def _largest_flag(flags: Mapping[torch.device, Tensor], found_inf: Tensor) -> Tensor:
     return torch.stack([found_inf, *(flag.to(found_inf.device) for flag in flags.values())]).amax()
 
@@ -313,13 +309,3 @@ def _largest_over_ranks(flag: Tensor, meshes: Sequence[Any], params: Sequence[Te
             flag = flag.to(collective_device(group, params))
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
     return flag
-
-
-def _params_without_momentum(optimizer: Any) -> list[Tensor]:
-    """The parameters for which a fused SGD step is about to create momentum buffers."""
-    return [
-        param
-        for group in optimizer.param_groups
-        for param in (group["params"] if group["momentum"] and supports_amp_scaling(optimizer) else ())
-        if param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
-    ]

@@ -17,8 +17,6 @@ from gradilocks.kernels.reference import LOW_ADDRESS, is_dense, without_address
 from gradilocks.ranks.layout import is_dtensor, local
 from gradilocks.torch_private import local_tensor
 
-__all__ = ["EMPTY", "AddressReader"]
-
 EMPTY = 16
 """Placeholder address of a tensor without elements, so that its parameter's steps are counted. Never read."""
 

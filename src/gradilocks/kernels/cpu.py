@@ -11,7 +11,7 @@ import ctypes
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from operator import attrgetter
 from pathlib import Path
@@ -22,20 +22,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from gradilocks.kernels import reference
-
-__all__ = [
-    "DESCRIPTION",
-    "LIBRARY_PATH",
-    "TYPES",
-    "AddressTable",
-    "adam",
-    "clamp_",
-    "measure",
-    "multiply_",
-    "norm",
-    "sgd",
-    "unscale_",
-]
 
 TYPES = (torch.float32,)
 """Dtypes of the kernels."""
@@ -90,22 +76,20 @@ def measure(tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = Tru
     """See `gradilocks.kernels.measure`."""
     if order not in _ORDERS:
         return reference.measure(tensors, order=order, detail=detail)
-    addresses = _Addresses(tensors)
-    table = addresses.measure(order)
+    addresses, sizes, unsupported = _read(tensors)
+    table = measure_at(addresses, sizes, order)
     statistics = torch.frombuffer(table, dtype=torch.float64)[:-_TOTALS].view(5, -1)
-    if addresses.unsupported:
-        statistics[:, addresses.unsupported] = reference.measure(
-            [tensors[i] for i in addresses.unsupported], order=order
-        )
+    if unsupported:
+        statistics[:, unsupported] = reference.measure([tensors[i] for i in unsupported], order=order)
     return statistics
 
 
 def norm(tensors: Sequence[Tensor], order: float) -> float:
     """See `gradilocks.kernels.norm`."""
     if order in _ORDERS:
-        addresses = _Addresses(tensors)
-        if not addresses.unsupported:
-            return addresses.measure(order)[-_TOTALS]
+        addresses, sizes, unsupported = _read(tensors)
+        if not unsupported:
+            return measure_at(addresses, sizes, order)[-_TOTALS]
     return reference.total_norm_on_host(measure(tensors, order=order, detail=False)[0].tolist(), order)
 
 
@@ -116,9 +100,9 @@ def multiply_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
     factors = array("d", numbers if per_tensor else [numbers])
     if not per_tensor and factors[0] == 1.0:
         return
-    addresses = _Addresses(tensors)
-    addresses.call(_library.gl_change, _MULTIPLY, factors.buffer_info()[0], int(per_tensor))
-    for index in addresses.unsupported:
+    addresses, sizes, unsupported = _read(tensors)
+    _call(_library.gl_change, addresses, sizes, _MULTIPLY, factors.buffer_info()[0], int(per_tensor))
+    for index in unsupported:
         reference.multiply_([tensors[index]], factors[index if per_tensor else 0])
     if per_tensor:
         tensors = [tensor for tensor, own in zip(tensors, factors, strict=True) if own != 1.0]
@@ -130,21 +114,21 @@ def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:
     bound = bound.to(torch.float64)
     if bound.item() == math.inf:
         return
-    addresses = _Addresses(tensors)
-    addresses.call(_library.gl_change, _CLAMP, bound.data_ptr(), 0)
-    if addresses.unsupported:
-        reference.clamp_([tensors[i] for i in addresses.unsupported], bound)
+    addresses, sizes, unsupported = _read(tensors)
+    _call(_library.gl_change, addresses, sizes, _CLAMP, bound.data_ptr(), 0)
+    if unsupported:
+        reference.clamp_([tensors[i] for i in unsupported], bound)
     increment_version(tensors)
 
 
 def unscale_(tensors: Sequence[Tensor], inverse_scale: Tensor) -> Tensor:
     """See `gradilocks.kernels.unscale_`."""
     factor = inverse_scale.to(torch.float64)
-    addresses = _Addresses(tensors)
-    found = addresses.call(_library.gl_change, _UNSCALE, factor.data_ptr(), 0)
+    addresses, sizes, unsupported = _read(tensors)
+    found = _call(_library.gl_change, addresses, sizes, _UNSCALE, factor.data_ptr(), 0)
     nonfinite = torch.tensor(float(found), dtype=torch.float32, device="cpu")
-    if addresses.unsupported:
-        nonfinite = torch.maximum(nonfinite, reference.unscale_([tensors[i] for i in addresses.unsupported], factor))
+    if unsupported:
+        nonfinite = torch.maximum(nonfinite, reference.unscale_([tensors[i] for i in unsupported], factor))
     if factor.item() != 1.0:
         increment_version(tensors)
     return nonfinite
@@ -183,56 +167,36 @@ def _step(is_adam: int, table: Tensor, sizes: Tensor, groups: Tensor, settings: 
         raise MemoryError("gl_step could not allocate its buffer")
 
 
-class AddressTable:
-    """Addresses and sizes of float32 tensors in arrays that C can read.
+def measure_at(addresses: array[int], sizes: array[int], order: float) -> array[float]:
+    """Measures float32 tensors at the given addresses; address 0 leaves a tensor out.
 
-    Args:
-        sizes: number of elements of each tensor.
-        addresses: its address; 0 leaves a tensor out. May be set later by `measure`.
+    Returns:
+        The five statistics of each tensor, row by row, then norm, largest magnitude and number of NaN and of Inf of
+        all tensors together. An array: a tensor takes five times as long to create.
     """
-
-    def __init__(self, sizes: Iterable[int], addresses: Sequence[int] = ()) -> None:
-        self._sizes = array("q", sizes)
-        self._addresses = array("q", addresses or bytes(8 * len(self._sizes)))
-        self._pointers = [numbers.buffer_info()[0] for numbers in (self._addresses, self._sizes)]
-
-    def measure(self, order: float, addresses: array[int] | None = None) -> array[float]:
-        """Measures the tensors, at new addresses if given.
-
-        Returns:
-            The five statistics of each tensor, row by row, then norm, largest magnitude and number of NaN and of Inf of
-            all tensors together. An array: a tensor takes five times as long to create.
-        """
-        if addresses is not None:
-            self._addresses[:] = addresses
-        table = array("d", bytes(8 * (5 * len(self._sizes) + _TOTALS)))
-        if self.call(_library.gl_measure, _ORDERS[order], table.buffer_info()[0]):
-            raise MemoryError("gl_measure could not allocate its buffer")
-        return table
-
-    def call(self, function: Callable[..., int], *rest: Any) -> int:
-        """Calls a kernel on the tensors, with torch's number of threads."""
-        return function(*self._pointers, len(self._sizes), *rest, torch.get_num_threads())
+    table = array("d", bytes(8 * (5 * len(sizes) + _TOTALS)))
+    if _call(_library.gl_measure, addresses, sizes, _ORDERS[order], table.buffer_info()[0]):
+        raise MemoryError("gl_measure could not allocate its buffer")
+    return table
 
 
-class _Addresses(AddressTable):
-    """The AddressTable of some tensors.
+def _call(function: Callable[..., int], addresses: array[int], sizes: array[int], *rest: Any) -> int:
+    """Calls a kernel with torch's number of threads."""
+    pointers = addresses.buffer_info()[0], sizes.buffer_info()[0]
+    return function(*pointers, len(sizes), *rest, torch.get_num_threads())
 
-    Attributes:
-        unsupported: indices of tensors that only `reference` can process. Their address is 0, so the kernels skip them.
-    """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        # One loop in C per property takes 50 us for 148 tensors, comprehensions take 54 us.
-        addresses = list(map(Tensor.data_ptr, tensors))
-        unsupported: set[int] = set()
-        if set(map(_dtype_of, tensors)) != {torch.float32}:
-            unsupported.update(i for i, tensor in enumerate(tensors) if tensor.dtype not in TYPES)
-        if not all(map(Tensor.is_contiguous, tensors)):
-            unsupported.update(i for i, tensor in enumerate(tensors) if not reference.is_dense(tensor))
-        if min(addresses) < reference.LOW_ADDRESS:
-            unsupported.update(reference.without_address(tensors, addresses))
-        self.unsupported = sorted(unsupported)
-        for index in self.unsupported:
-            addresses[index] = 0
-        super().__init__(map(Tensor.numel, tensors), addresses)
+def _read(tensors: Sequence[Tensor]) -> tuple[array[int], array[int], list[int]]:
+    """Addresses, sizes, and indices of tensors that only `reference` can process, whose address is set to 0."""
+    # One loop in C per property takes 50 us for 148 tensors, comprehensions take 54 us.
+    addresses = list(map(Tensor.data_ptr, tensors))
+    unsupported: set[int] = set()
+    if set(map(_dtype_of, tensors)) != {torch.float32}:
+        unsupported.update(i for i, tensor in enumerate(tensors) if tensor.dtype not in TYPES)
+    if not all(map(Tensor.is_contiguous, tensors)):
+        unsupported.update(i for i, tensor in enumerate(tensors) if not reference.is_dense(tensor))
+    if min(addresses) < reference.LOW_ADDRESS:
+        unsupported.update(reference.without_address(tensors, addresses))
+    for index in unsupported:
+        addresses[index] = 0
+    return array("q", addresses), array("q", map(Tensor.numel, tensors)), sorted(unsupported)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,6 @@ from gradilocks.kernels.pointer_table import (
 )
 from gradilocks.kernels.triton_kernels import ORDERS, TYPES, launch_elementwise, launch_measure, launch_reduce
 from gradilocks.torch_private import foreach_mul_, foreach_norm
-
-__all__ = ["DESCRIPTION", "TYPES", "clamp_", "measure", "multiply_", "norm", "unscale_"]
 
 _dtype_of = attrgetter("dtype")
 DESCRIPTION = "Triton"
@@ -80,45 +79,34 @@ def multiply_(tensors: Sequence[Tensor], factor: Tensor) -> None:
         with torch.no_grad():
             foreach_mul_(list(tensors), factor.to(torch.float32))
         return
-    _change(
-        "multiply",
-        tensors,
-        factor,
-        lambda i: reference.multiply_([tensors[i]], factor[i] if factor.dim() else factor),
-    )
+    _change(reference.multiply_, tensors, factor)
 
 
 def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:
     """See `gradilocks.kernels.clamp_`."""
-    _change("clamp", tensors, bound, lambda i: reference.clamp_([tensors[i]], bound))
+    _change(reference.clamp_, tensors, bound)
 
 
 def unscale_(tensors: Sequence[Tensor], inverse_scale: Tensor) -> Tensor:
     """See `gradilocks.kernels.unscale_`."""
     flag = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
-
-    def unscale_one(i: int) -> None:
-        flag.copy_(torch.maximum(flag, reference.unscale_([tensors[i]], inverse_scale)))
-
-    _change("unscale", tensors, inverse_scale, unscale_one, flag)
+    for found in _change(reference.unscale_, tensors, inverse_scale, flag):
+        flag = torch.maximum(flag, found)
     return flag
 
 
 def _change(
-    operation: str,
-    tensors: Sequence[Tensor],
-    number: Tensor,
-    change_one: Callable[[int], None],
-    flag: Tensor | None = None,
-) -> None:
+    function: Callable[..., Any], tensors: Sequence[Tensor], number: Tensor, flag: Tensor | None = None
+) -> list[Any]:
+    """Does what a function of `reference` does; returns the results of those calls that the kernel cannot replace."""
     unsupported = _unsupported(tensors)
     if len(unsupported) < len(tensors):
         addresses, chunks = _tables(tensors, MULTIPLY_CHUNK, unsupported)
         with on_device(tensors[0].device):
-            launch_elementwise(operation, addresses, chunks, number, flag)
-    for i in unsupported:
-        change_one(i)
+            launch_elementwise(function.__name__.rstrip("_"), addresses, chunks, number, flag)
+    results = [function([tensors[i]], number[i] if number.dim() else number) for i in unsupported]
     increment_version(tensors)
+    return results
 
 
 def _unsupported(tensors: Sequence[Tensor]) -> list[int]:

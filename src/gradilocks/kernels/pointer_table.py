@@ -14,28 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CHECKS_PER_STEP",
-    "GRAD",
-    "MASTER",
-    "MEASURE_CHUNK",
-    "MULTIPLY_CHUNK",
-    "OPTIMIZER_CHUNK",
-    "PARAM",
-    "SETTINGS",
-    "STATE1",
-    "STATE2",
-    "STEP",
-    "Chunks",
-    "OptimizerKind",
-    "PointerTable",
-    "addresses_of",
-    "chunks_for",
-    "is_capturing",
-    "on_device",
-    "upload",
-]
-
 GRAD, PARAM, STEP, STATE1, STATE2, MASTER = range(6)
 """Rows of a PointerTable. STEP is the address of Adam's float32 step count; STATE1 is exp_avg or momentum_buffer,
 STATE2 is exp_avg_sq. 0 is absent; a parameter whose GRAD is 0 is skipped."""
@@ -126,8 +104,7 @@ class Chunks:
     Args:
         sizes: number of elements of each tensor.
         kinds: key of each tensor's bucket, such as its dtype; None excludes a tensor.
-        size: elements per chunk, a power of two.
-        limit: largest number of chunks; for more, chunks are made larger.
+        size: elements per chunk: MEASURE_CHUNK, OPTIMIZER_CHUNK or MULTIPLY_CHUNK. Doubled while there are too many.
         device: of the tables.
         keep: see `upload`.
     """
@@ -137,10 +114,10 @@ class Chunks:
         sizes: Sequence[int],
         kinds: Sequence[Hashable],
         size: int,
-        limit: int,
         device: torch.device,
         keep: list[Tensor] | None = None,
     ) -> None:
+        limit = _MAX_MEASURE_CHUNKS if size == MEASURE_CHUNK else _MAX_CHUNKS
         while size < max(sizes, default=0) and sum([-(-n // size) for n in sizes]) > limit:
             size *= 2
         members: dict[Hashable, list[int]] = {}
@@ -175,26 +152,19 @@ class Chunks:
 def chunks_for(
     sizes: Sequence[int], kinds: Sequence[Hashable], size: int, device: torch.device, keep: list[Tensor] | None = None
 ) -> Chunks:
-    """Returns the chunks of tensors of these sizes and kinds, from a cache unless `keep` is given.
-
-    Args:
-        sizes, kinds, keep: see `Chunks`.
-        size: MEASURE_CHUNK, OPTIMIZER_CHUNK or MULTIPLY_CHUNK.
-        device: of the tables.
-    """
-    limit = _MAX_MEASURE_CHUNKS if size == MEASURE_CHUNK else _MAX_CHUNKS
+    """Returns `Chunks(...)`, from a cache unless `keep` is given."""
     if keep is not None:
-        return Chunks(sizes, kinds, size, limit, device, keep)
+        return Chunks(sizes, kinds, size, device, keep)
     # The stream is part of the key: another stream would not wait for the copy of the tables.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _cached_chunks(tuple(sizes), tuple(kinds), size, limit, device, stream)
+    return _cached_chunks(tuple(sizes), tuple(kinds), size, device, stream)
 
 
 @lru_cache(maxsize=64)
 def _cached_chunks(
-    sizes: tuple[int, ...], kinds: tuple[Hashable, ...], size: int, limit: int, device: torch.device, stream: int
+    sizes: tuple[int, ...], kinds: tuple[Hashable, ...], size: int, device: torch.device, stream: int
 ) -> Chunks:
-    return Chunks(sizes, kinds, size, limit, device)
+    return Chunks(sizes, kinds, size, device)
 
 
 class PointerTable:

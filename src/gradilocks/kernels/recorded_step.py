@@ -21,7 +21,6 @@ from gradilocks.kernels.pointer_table import (
     MEASURE_CHUNK,
     OPTIMIZER_CHUNK,
     SETTINGS,
-    OptimizerKind,
     PointerTable,
     chunks_for,
     is_capturing,
@@ -38,12 +37,10 @@ from gradilocks.kernels.triton_kernels import (
 )
 from gradilocks.ranks.collective import RANK_ROW, gather_rows
 from gradilocks.ranks.layout import Layout
-from gradilocks.step.decide import ROW, Decision
+from gradilocks.step.decide import ROW, Decision, StepInputs
 
 if TYPE_CHECKING:
     from gradilocks.optim.fused_step import FusedStep
-
-__all__ = ["RecordedStep", "UpdateTables"]
 
 SLOTS, STATISTICS_SLOTS = 1024, 64
 """Number of steps whose row, and whose statistics of each tensor, can still be read."""
@@ -52,29 +49,15 @@ _captured: list[object] = []
 
 
 class UpdateTables:
-    """Addresses, chunks, settings and coefficients of n parameters in device memory.
+    """The tables of a FusedStep in device memory: addresses, chunks, settings and coefficients."""
 
-    Args:
-        rows, kinds, groups: see `FusedStep`.
-        sizes: number of elements of each parameter.
-        group_count: number of parameter groups.
-        device: of the parameters.
-    """
-
-    def __init__(
-        self,
-        rows: Sequence[Sequence[int]],
-        sizes: tuple[int, ...],
-        kinds: Sequence[OptimizerKind | None],
-        groups: Sequence[int],
-        group_count: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, fused: FusedStep) -> None:
+        device, sizes = fused.device, fused.reader.sizes
         is_captured = is_capturing(device)
         keep: list[Tensor] | None = [] if is_captured else None
-        self.table = PointerTable(rows, group_count, device, is_captured=is_captured)
-        self._chunks = chunks_for(sizes, kinds, OPTIMIZER_CHUNK, device, keep)
-        self._groups = upload(array("i", groups), device, keep=keep)
+        self.table = PointerTable(fused.rows, fused.group_count, device, is_captured=is_captured)
+        self._chunks = chunks_for(sizes, fused.kinds, OPTIMIZER_CHUNK, device, keep)
+        self._groups = upload(array("i", fused.groups), device, keep=keep)
         self._coefficients = torch.empty(len(sizes), SETTINGS, dtype=torch.float64, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
@@ -111,12 +94,12 @@ class RecordedStep:
         params: parameters whose gradients are measured.
         step: tensors of the decision.
         order: of the norm: 1, 2 or inf.
-        fused: updates some or all of `params`; None to decide only.
+        fused: updates `params`; None to decide only.
         layout: ranks that decide together; None for one rank.
 
     Attributes:
         device: of the parameters.
-        skip, divisor, multiplier: the decision, for optimizers that are not in `fused`.
+        skip, divisor, multiplier: the decision.
         rows: [ranks, len(RANK_ROW)], the rows of all ranks in the last step.
     """
 
@@ -136,7 +119,7 @@ class RecordedStep:
         self._is_captured = is_capturing(device)
         keep: list[Tensor] | None = [] if self._is_captured else None
         self._chunks = chunks_for(self._reader.sizes, self._reader.dtypes, MEASURE_CHUNK, device, keep)
-        self._update = None if fused is None else self._update_tables(fused)
+        self._update = None if fused is None else UpdateTables(fused)
         if self._update is None:
             self._table = PointerTable([[0] * len(params)] * 5, 0, device, is_captured=self._is_captured)
         else:
@@ -163,31 +146,8 @@ class RecordedStep:
         if keep is not None:
             _captured.append((self, keep))
 
-    def _update_tables(self, fused: FusedStep) -> UpdateTables:
-        """The tables of `fused`, extended to all parameters."""
-        n = len(self._params)
-        position = {id(param): i for i, param in enumerate(self._params)}
-        rows = [[0] * n for _ in fused.rows]
-        kinds: list[OptimizerKind | None] = [None] * n
-        groups = [0] * n
-        for j, param in enumerate(fused.params):
-            i = position[id(param)]
-            kinds[i], groups[i] = fused.kinds[j], fused.groups[j]
-            for row, addresses in zip(rows, fused.rows, strict=True):
-                row[i] = addresses[j]
-        return UpdateTables(rows, self._reader.sizes, kinds, groups, fused.group_count, self.device)
-
-    def run(
-        self,
-        grads: list[Tensor | None],
-        *,
-        is_unscaled: bool,
-        moves: bool,
-        overflow: Tensor | None = None,
-        loss: Tensor | None = None,
-        detail: bool = False,
-    ) -> Decision | None:
-        """Performs one step; see `StepPlan.step`. Every gradient is measured; `detail` has no effect.
+    def run(self, grads: list[Tensor | None], inputs: StepInputs) -> Decision | None:
+        """Performs one step. Every gradient is measured; `inputs.detail` has no effect.
 
         Returns:
             None if a gradient has another layout than its parameter.
@@ -195,7 +155,7 @@ class RecordedStep:
         addresses = self._reader.read_gradients(grads)
         if addresses is None:
             return None
-        slot = self.launch(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
+        slot = self.launch(addresses, inputs)
         return Decision(
             skip=self.skip,
             multiplier=self.multiplier,
@@ -206,9 +166,7 @@ class RecordedStep:
             rank_rows=None if self._layout is None else self.rows.clone(),
         )
 
-    def launch(
-        self, addresses: array[int], *, is_unscaled: bool, moves: bool, overflow: Tensor | None, loss: Tensor | None
-    ) -> int:
+    def launch(self, addresses: array[int], inputs: StepInputs) -> int:
         """Performs one step with the gradients at `addresses`.
 
         Returns:
@@ -218,25 +176,26 @@ class RecordedStep:
             # Eager steps must not overwrite the tables that the user's graph reads.
             twin = RecordedStep(self._params, self._step, order=self._order, fused=self._fused, layout=self._layout)
             self._twins.append(twin)
-            twin.launch(addresses, is_unscaled=is_unscaled, moves=moves, overflow=overflow, loss=loss)
+            twin.launch(addresses, inputs)
             self.rows = twin.rows
             return -len(self._twins)
         self._table.refresh(addresses, [] if self._fused is None else self._fused.settings())
-        if overflow is not None:
-            self._buffers.overflow.copy_(overflow, non_blocking=True)
+        if inputs.overflow is not None:
+            self._buffers.overflow.copy_(inputs.overflow, non_blocking=True)
         elif self._has_overflow:
             self._buffers.overflow.zero_()
-        self._has_overflow = overflow is not None
-        flags = {"unscaled": is_unscaled, "moves": moves}
+        self._has_overflow = inputs.overflow is not None
+        key = inputs.is_unscaled, inputs.moves
+        flags = {"unscaled": inputs.is_unscaled, "moves": inputs.moves}
         if self._layout is None:
-            self._replay((is_unscaled, moves), partial(self._launch, measure=True, decide=True, **flags))
+            self._replay(key, partial(self._launch, measure=True, decide=True, **flags))
         else:
-            self._write_loss(loss)
+            self._write_loss(inputs.loss)
             self._replay("measure", partial(self._launch, measure=True, decide=False, unscaled=False, moves=False))
-            if overflow is not None:
+            if self._has_overflow:
                 self._own_row[RANK_ROW.index("scale")].neg_()
             self._buffers.rows.copy_(gather_rows(self._own_row, self._layout))
-            self._replay((is_unscaled, moves), partial(self._launch, measure=False, decide=True, **flags))
+            self._replay(key, partial(self._launch, measure=False, decide=True, **flags))
         self.rows = self._buffers.rows
         self._count += 1
         return self._count - 1

@@ -21,20 +21,6 @@ from torch import Tensor
 
 from gradilocks.torch_private import foreach_mul_, foreach_norm
 
-__all__ = [
-    "LOW_ADDRESS",
-    "STATISTICS",
-    "clamp_",
-    "is_dense",
-    "measure",
-    "multiply_",
-    "norm",
-    "total_norm",
-    "total_norm_on_host",
-    "unscale_",
-    "without_address",
-]
-
 STATISTICS = ("norm", "largest", "zeros", "nan", "inf")
 """Rows of the tensor that `measure` returns."""
 

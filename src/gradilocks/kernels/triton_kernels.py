@@ -23,19 +23,6 @@ from torch import Tensor
 
 from gradilocks.kernels.pointer_table import Chunks
 
-__all__ = [
-    "ORDERS",
-    "TYPES",
-    "StepBuffers",
-    "StepTensors",
-    "launch_coefficients",
-    "launch_decide",
-    "launch_elementwise",
-    "launch_measure",
-    "launch_reduce",
-    "launch_update",
-]
-
 TYPES: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,

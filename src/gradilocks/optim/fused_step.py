@@ -18,8 +18,6 @@ from gradilocks.ranks.layout import local
 from gradilocks.step.gradients import parameters
 from gradilocks.torch_private import version_of
 
-__all__ = ["FusedStep", "has_master", "match_layout", "refresh_master"]
-
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE_NAMES = {"adam": _MOMENTS, "adamw": _MOMENTS, "momentum": ("momentum_buffer",), "sgd": ()}
 _HALF = (torch.float16, torch.bfloat16)
@@ -74,11 +72,11 @@ class FusedStep:
             return None
         if reference.without_address(tensors, list(map(Tensor.data_ptr, tensors))):
             return None
-        return cls(optimizers, tensors)
+        return cls(optimizers)
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.params = parameters(optimizers)
-        self.device = tensors[0].device
+        self.device = local(self.params[0]).device
         self.reader = AddressReader(self.params)
         self._param_addresses = array("q", self.reader.read(self.params) or ())
         self.rows: list[list[int]] = [[], [], [], [], []]
@@ -116,35 +114,30 @@ class FusedStep:
         """Appends one parameter to the tables, and creates its state if it has a gradient."""
         rule, is_mastered = _rule(group) or "", has_master(param, group)
         needs_state = rule != "sgd" or is_mastered
+        tensors: list[Tensor | None] = [local(param), None, None, None, None]
         if needs_state and param.grad is None and not optimizer.state.get(param):
             self._stateless.append(param)
             self.kinds.append(None)
-            self._append([local(param), None, None, None, None])
-            return
-        entry = optimizer.state[param] if needs_state else {}
-        dtype = torch.float32 if is_mastered else param.dtype
-        tensors: list[Tensor | None] = [local(param), None, None, None, None]
-        if _STATE_NAMES[rule] is _MOMENTS:
-            tensors[1] = entry["step"] = _step_count(entry.get("step"), self.device)
-        for row, name in enumerate(_STATE_NAMES[rule], start=2):
-            entry[name] = match_layout(entry.get(name), param, dtype)
-            tensors[row] = local(entry[name])
-        if is_mastered:
-            entry["master"] = match_layout(entry.get("master"), param, torch.float32, initial=param)
-            tensors[4] = local(entry["master"])
-            refresh_master(param, entry["master"])
-            self._masters.append((param, entry["master"]))
-        self._append(tensors)
-        state_dtype = dtype if tensors[2] is None else tensors[2].dtype
-        self.kinds.append(OptimizerKind(rule, param.dtype, param.dtype, state_dtype, is_mastered))
-
-    def _append(self, tensors: Sequence[Tensor | None]) -> None:
-        """Appends one column: a parameter and its state. Raises RuntimeError if the memory of one was freed."""
+        else:
+            entry = optimizer.state[param] if needs_state else {}
+            dtype = torch.float32 if is_mastered else param.dtype
+            if _STATE_NAMES[rule] is _MOMENTS:
+                tensors[1] = entry["step"] = _step_count(entry.get("step"), self.device)
+            for row, name in enumerate(_STATE_NAMES[rule], start=2):
+                entry[name] = match_layout(entry.get(name), param, dtype)
+                tensors[row] = local(entry[name])
+            if is_mastered:
+                entry["master"] = match_layout(entry.get("master"), param, torch.float32, initial=param)
+                tensors[4] = local(entry["master"])
+                refresh_master(param, entry["master"])
+                self._masters.append((param, entry["master"]))
+            state_dtype = dtype if tensors[2] is None else tensors[2].dtype
+            self.kinds.append(OptimizerKind(rule, param.dtype, param.dtype, state_dtype, is_mastered))
         present = [tensor for tensor in tensors if tensor is not None]
-        reference.without_address(present, list(map(Tensor.data_ptr, present)))
-        for row, tensor in zip(self.rows, tensors, strict=True):
-            row.append(0 if tensor is None else tensor.data_ptr())
-        self._storages += [tensor.untyped_storage() for tensor in tensors[1:] if tensor is not None]
+        reference.without_address(present, list(map(Tensor.data_ptr, present)))  # Raises if memory was freed.
+        for addresses, tensor in zip(self.rows, tensors, strict=True):
+            addresses.append(0 if tensor is None else tensor.data_ptr())
+        self._storages += [tensor.untyped_storage() for tensor in present[1:]]
 
     def is_current(self) -> bool:
         """True if the tables still describe the optimizers. Refreshes masters of parameters written by other code."""
@@ -225,7 +218,7 @@ class FusedStep:
             return _CpuTables(self)
         from gradilocks.kernels.recorded_step import UpdateTables
 
-        return UpdateTables(self.rows, self.reader.sizes, self.kinds, self.groups, self.group_count, self.device)
+        return UpdateTables(self)
 
 
 class _CpuTables:

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from gradilocks.kernels.reference import is_dense
+from gradilocks.names import Names
 from gradilocks.optim.fused_step import FusedStep, has_master, match_layout, refresh_master
 from gradilocks.ranks.layout import local
 from gradilocks.step.gradients import check_float16
 from gradilocks.torch_private import enable_amp_scaling, outside_compile
-
-__all__ = ["SGD", "Adam", "AdamW"]
 
 _IMPLEMENTATION = ("foreach", "fused", "master_weights")
 _DEVICES_WITH_FUSED_STEPS = ("cpu", "cuda")
@@ -96,7 +95,7 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         if found_inf is not None and (starts_momentum or not is_fused) and bool(found_inf):
             return
         if grad_scale is not None and not is_fused:
-            check_float16([param for param, _ in params], lambda param: f"a parameter of shape {tuple(param.shape)}")
+            check_float16([param for param, _ in params], Names(None, ()))
             for param, _ in params:
                 param.grad.div_(grad_scale)
         before = {name: value for name, value in vars(self).items() if name in ("grad_scale", "found_inf")}

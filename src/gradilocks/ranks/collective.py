@@ -16,19 +16,6 @@ from torch import Tensor
 from gradilocks.errors import RanksDiffer
 from gradilocks.ranks.layout import Layout, format_ranks
 
-__all__ = [
-    "RANK_ROW",
-    "combine",
-    "common_to_all",
-    "describe_disagreement",
-    "disagreement",
-    "first_culprits",
-    "gather_flat",
-    "gather_rows",
-    "handshake",
-    "reduce_powers",
-]
-
 RANK_ROW = ("power", "nonfinite", "first_bad", "loss", "has_loss", "largest", "scale", "step")
 """Numbers of one rank and step, in float64: sum of share · norm ** p (the largest norm for p = inf), count of NaN and
 Inf, index of the last parameter in the list that has one, the first in backward order (-1 for none), loss, 1 if there
@@ -89,11 +76,12 @@ def combine(rows: Tensor, order: float) -> tuple[Tensor, Tensor, Tensor]:
         order: p of the norm.
 
     Returns:
-        norm ** p (the norm for p = inf), number of NaN and Inf, largest magnitude; each 0-d.
+        Norm, number of NaN and Inf, largest magnitude; each 0-d.
     """
     columns = dict(zip(RANK_ROW, rows.unbind(dim=1), strict=True))
-    power = columns["power"].amax() if order == math.inf else columns["power"].sum()
-    return power, columns["nonfinite"].sum(), columns["largest"].amax()
+    power = columns["power"]
+    norm = power.amax() if order == math.inf else power.sum() ** (1.0 / order)
+    return norm, columns["nonfinite"].sum(), columns["largest"].amax()
 
 
 def disagreement(rows: Tensor) -> Tensor:

@@ -31,21 +31,6 @@ from torch import Tensor, nn
 
 from gradilocks.torch_private import is_fsdp1_shard, local_tensor, localized_spec
 
-__all__ = [
-    "Layout",
-    "ShareFunction",
-    "check_rows_are_local",
-    "collective_device",
-    "dtensor_spec",
-    "format_ranks",
-    "is_dtensor",
-    "layout_of",
-    "local",
-    "meshes_of",
-    "reduce_partial",
-    "replicas_of",
-]
-
 ShareFunction = Callable[[str, Tensor], "float | None"]
 
 _warned = False
@@ -89,8 +74,7 @@ class Layout:
         """The shares as a tensor with the device and dtype of `like`, copied there once."""
         key = (like.device, like.dtype)
         if key not in self._weights:
-            host = torch.tensor(self.shares, dtype=like.dtype)
-            self._weights[key] = host.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else host
+            self._weights[key] = copy_to(torch.tensor(self.shares, dtype=like.dtype), like.device)
         return self._weights[key]
 
 
@@ -177,10 +161,8 @@ def _rank_grid(mesh: Any) -> _RankGrid:
     from torch.distributed.device_mesh import DeviceMesh
 
     rank = dist.get_rank()
-    if mesh is None:
-        mesh, is_declared = dist.group.WORLD, False
-    else:
-        is_declared = True
+    is_declared = mesh is not None
+    mesh = mesh if is_declared else dist.group.WORLD
     if isinstance(mesh, DeviceMesh):
         ranks, names = mesh.mesh.detach().cpu(), tuple(mesh.mesh_dim_names or ())
         is_member = mesh.get_coordinate() is not None
@@ -248,7 +230,7 @@ def replicas_of(params: Sequence[Tensor], models: Iterable[nn.Module]) -> Layout
     """
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if world_size() == 1:
         return None
     if not _data_parallel_groups([param for param in params if param.requires_grad], models):
         return None
@@ -385,6 +367,19 @@ def local(tensor: Tensor) -> Tensor:
     elements: Any = local_tensor(tensor)
     # The local tensor may be the result of a collective that is still running.
     return elements.wait() if hasattr(elements, "wait") else elements  # type: ignore[no-any-return]
+
+
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device`, or the tensor itself if it is there. A copy to a GPU does not wait for it."""
+    source = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+    # A copy to the host must be synchronous, or it could be read too early.
+    return source.to(device, non_blocking=device.type == "cuda")
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def reduce_partial(grad: Tensor, param: Tensor | None) -> Tensor:

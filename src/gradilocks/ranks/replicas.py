@@ -13,8 +13,6 @@ from gradilocks.errors import ReplicasDiffer
 from gradilocks.ranks.collective import gather_flat
 from gradilocks.ranks.layout import collective_device, dtensor_spec, format_ranks, local
 
-__all__ = ["check_replicas"]
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 22
 """Elements hashed at a time, so that a large embedding needs 64 MB of temporary memory and not twice its size."""
@@ -55,10 +53,12 @@ def check_replicas(params: Iterable[Tensor], group: Any = None, *, names: Sequen
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
     digests = gather_flat(torch.tensor([digest], device=device), group).tolist()
     if len(set(digests)) > 1:
+        parts = _partition(digests, ranks)
+        owners = " and ".join(map(format_ranks, parts))
         raise ReplicasDiffer(
-            f"names, shapes or dtypes of the parameters differ: {_partition_text(digests, ranks)} have different "
-            "lists. Pass the group of ranks that hold the same parameters.",
-            ranks=_partition(digests, ranks),
+            f"names, shapes or dtypes of the parameters differ: {owners} have different lists. Pass "
+            "the group of ranks that hold the same parameters.",
+            ranks=parts,
         )
     if not tensors:
         return
@@ -116,7 +116,3 @@ def _partition(values: Sequence[int], ranks: Sequence[int]) -> tuple[tuple[int, 
     for value, rank in zip(values, ranks, strict=True):
         groups.setdefault(value, []).append(rank)
     return tuple(map(tuple, groups.values()))
-
-
-def _partition_text(values: Sequence[int], ranks: Sequence[int]) -> str:
-    return " and ".join(map(format_ranks, _partition(values, ranks)))

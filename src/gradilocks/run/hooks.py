@@ -54,7 +54,7 @@ class Hooks:
             (register_optimizer_step_post_hook, self._after_step),
         ):
             self._removals.append(register(hook).remove)
-        self._removals.append(events.subscribe_all(_ControlCallback(self)))
+        self._removals.append(events.subscribe(_ControlCallback(self)))
         if self._observer.calls is not None:
             self._observer.calls.install()
             self._removals.append(self._observer.calls.remove)

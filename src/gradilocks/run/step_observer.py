@@ -211,7 +211,7 @@ class StepObserver:
         self._stepping.pop()
 
     def control_step(self, record: StepRecord) -> None:
-        """Records a step of a control. Called through `events.subscribe_all`."""
+        """Records a step of a control. Called through `events.subscribe`."""
         self._has_stepped = True
         if self.calls is not None:
             bad = []

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gradilocks.clip import Limit
 from gradilocks.ranks.collective import reduce_powers
-from gradilocks.ranks.layout import Layout, check_rows_are_local
+from gradilocks.ranks.layout import Layout, check_rows_are_local, copy_to
 from gradilocks.step.gradients import device_indices, elements
-
-__all__ = ["ClipStage", "Clipping"]
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,8 @@ class ClipStage:
         for policy, state, group_indices in zip(self.policies, self.states, self._group_indices, strict=True):
             remaining -= 1
             per = getattr(policy, "per", "model")
-            self._to_device(state, total)
+            for name, tensor in state.items():
+                state[name] = copy_to(tensor, total.device)
             rows: list[Tensor | None] = []
             if per == "row":
                 rows = self._row_norms(tensors, gradient_scale)
@@ -137,45 +136,32 @@ class ClipStage:
                 old = state[name]
                 old.copy_(torch.where(is_taken, new.to(old.dtype), old))  # In place: a CUDA graph may read it.
 
-    def _to_device(self, state: dict[str, Tensor], like: Tensor) -> None:
-        for name, tensor in state.items():
-            if tensor.device != like.device:
-                pinned = tensor.pin_memory() if like.is_cuda and not tensor.is_cuda else tensor
-                state[name] = pinned.to(like.device, non_blocking=True)
-
-    def _powers(self, norms: Tensor) -> Tensor:
-        return norms if self.order == math.inf else norms**self.order
-
     def _tensor_norms(self, local: Tensor) -> Tensor:
         """Norm of each parameter's gradient over all ranks that hold a part of it."""
-        if self._layout is None:
-            return local
-        return self._root(reduce_powers(self._weighted_powers(local), self._layout, self.order, over="spmd"))
+        return local if self._layout is None else self._norms(self._powers(local), over="spmd")
 
     def _group_norms(self, local: Tensor, group_indices: tuple[int, ...], count: int) -> Tensor:
-        powers = self._powers(local) if self._layout is None else self._weighted_powers(local)
+        powers = self._powers(local)
         sums, index = powers.new_zeros(count), device_indices(group_indices, powers.device)
         if self.order == math.inf:
-            sums = sums.scatter_reduce(0, index, powers, "amax")
-        else:
-            sums = sums.index_add(0, index, powers)
-        if self._layout is not None:
-            sums = reduce_powers(sums, self._layout, self.order, over="group")
-        return self._root(sums)
+            return self._norms(sums.scatter_reduce(0, index, powers, "amax"), over="group")
+        return self._norms(sums.index_add(0, index, powers), over="group")
 
     def _total(self, local: Tensor) -> Tensor:
-        powers = self._powers(local) if self._layout is None else self._weighted_powers(local)
+        powers = self._powers(local)
         total = powers.amax() if self.order == math.inf else powers.sum()
+        return self._norms(total.reshape(1), over="group").reshape(())
+
+    def _powers(self, norms: Tensor) -> Tensor:
+        """p-th powers, weighted so that their sum over the ranks counts every element once."""
+        if self.order == math.inf:
+            return norms
+        return norms**self.order if self._layout is None else norms**self.order * self._layout.weights(norms)
+
+    def _norms(self, powers: Tensor, *, over: Literal["spmd", "group"]) -> Tensor:
+        """Norms from the powers of all ranks."""
         if self._layout is not None:
-            total = reduce_powers(total.reshape(1), self._layout, self.order, over="group").reshape(())
-        return self._root(total)
-
-    def _weighted_powers(self, local: Tensor) -> Tensor:
-        """p-th powers weighted so that their sum over the ranks counts every element once."""
-        assert self._layout is not None
-        return self._powers(local) if self.order == math.inf else self._powers(local) * self._layout.weights(local)
-
-    def _root(self, powers: Tensor) -> Tensor:
+            powers = reduce_powers(powers, self._layout, self.order, over=over)
         return powers if self.order == math.inf else powers ** (1.0 / self.order)
 
     def _weights(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -198,7 +184,8 @@ class ClipStage:
                 norms.append(None)
                 continue
             dims = tuple(range(1, tensor.dim())) if param.dim() > 1 else None
-            norm = torch.linalg.vector_norm(tensor.detach(), ord=2, dim=dims, dtype=_norm_dtype(tensor))
+            dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
+            norm = torch.linalg.vector_norm(tensor.detach(), ord=2, dim=dims, dtype=dtype)
             norms.append(norm.reshape(-1) / gradient_scale)
         return norms
 
@@ -255,7 +242,3 @@ def _initial_state(policy: Any, count: int) -> dict[str, Tensor]:
 def _concatenate(parts: Sequence[Tensor | None], like: Tensor) -> Tensor:
     present = [part for part in parts if part is not None]
     return torch.cat(present) if present else like.new_zeros(0)
-
-
-def _norm_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["step_with_closure"]
-
 
 class _Skipped(Exception):
     """Raised in the closure to leave the optimizer's step."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +22,26 @@ from gradilocks.ranks.layout import Layout
 from gradilocks.step.clip_stage import Clipping, ClipStage
 from gradilocks.step.state import StepState
 
-__all__ = ["ROW", "Decision", "clip_rule", "decide", "local_row"]
-
 ROW = ("skipped", "rejected", "scale", "norm", "limit", "clipped", "step", "nan", "inf", "largest")
 """Numbers of one step, in float64. `norm` and `limit` are of the unscaled gradients, `largest` of the scaled ones."""
 
 _FLOAT32 = torch.finfo(torch.float32)
 _NAN, _INF = STATISTICS.index("nan"), STATISTICS.index("inf")
+
+
+class StepInputs(NamedTuple):
+    """The arguments of one step besides the gradients."""
+
+    is_unscaled: bool = False
+    """True if the gradients are already unscaled."""
+    moves: bool = True
+    """True to update the scale after the step."""
+    overflow: Tensor | None = None
+    """0-d flag that `unscale_` computed, above 0 for NaN or Inf; None if it was not called."""
+    loss: Tensor | None = None
+    """0-d, the loss of this rank; None if it has none."""
+    detail: bool = False
+    """True to measure every gradient separately, even if the decision does not need it."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +82,7 @@ def clip_rule(policies: Sequence[object]) -> ClipByNorm | None:
     return policies[0] if len(policies) == 1 and type(policies[0]) is ClipByNorm else None
 
 
-def local_row(
-    statistics: Tensor,
-    *,
-    order: float,
-    layout: Layout | None,
-    state: StepState,
-    loss: Tensor | None,
-    overflow: Tensor | None,
-) -> Tensor:
+def local_row(statistics: Tensor, order: float, layout: Layout | None, state: StepState, inputs: StepInputs) -> Tensor:
     """This rank's contribution to the decision: the numbers named by RANK_ROW.
 
     Args:
@@ -84,9 +90,9 @@ def local_row(
         order: p of the norm.
         layout: None for one rank.
         state: its scale and step number reveal ranks that diverged.
-        loss: 0-d; None if this rank has none.
-        overflow: 0-d, above 0 if `unscale_` found NaN or Inf.
+        inputs: loss and overflow flag.
     """
+    loss, overflow = inputs.loss, inputs.overflow
     norms, largest, _, nan, inf = statistics.unbind()
     weights = 1.0 if layout is None else layout.weights(norms)
     power = norms.amax() if order == math.inf else ((norms**order) * weights).sum()
@@ -112,33 +118,28 @@ def decide(
     tensors: Sequence[Tensor | None],
     clip: ClipStage,
     state: StepState,
+    inputs: StepInputs,
     *,
     layout: Layout | None = None,
-    is_unscaled: bool = False,
     max_gradient: float,
     has_float64: bool = False,
-    loss: Tensor | None = None,
-    overflow: Tensor | None = None,
 ) -> Decision:
     """Decides one step with torch operations, without a host read.
 
     Args:
-        statistics: [5, n], of the gradients, still scaled unless `is_unscaled`.
+        statistics: [5, n], of the gradients, still scaled unless `inputs.is_unscaled`.
         tensors: the gradients.
         clip: the clip policies.
         state: scale and step number.
+        inputs: the other arguments of the step.
         layout: ranks that decide together.
-        is_unscaled: True if the gradients are already unscaled.
         max_gradient: the largest finite number that all of the gradients' dtypes can hold.
         has_float64: True if some gradients are float64, so that the norm is not rounded to float32.
-        loss: 0-d, the loss of this rank.
-        overflow: 0-d, above 0 if `unscale_` found NaN or Inf.
     """
-    order, wide = clip.order, statistics.dtype
-    row = local_row(statistics, order=order, layout=layout, state=state, loss=loss, overflow=overflow)
+    order, wide, is_unscaled = clip.order, statistics.dtype, inputs.is_unscaled
+    row = local_row(statistics, order, layout, state, inputs)
     rows = row.unsqueeze(0) if layout is None else gather_rows(row, layout)
-    power, nonfinite, largest = combine(rows, order)
-    norm = power if order == math.inf else power ** (1.0 / order)
+    norm, nonfinite, largest = combine(rows, order)
     norm = norm if has_float64 else _round_to_float32(norm)
     broken = (nonfinite > 0) | ~torch.isfinite(norm)
     if layout is not None:

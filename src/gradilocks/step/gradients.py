@@ -13,21 +13,7 @@ from torch import Tensor
 
 from gradilocks.errors import SharedParameter
 from gradilocks.names import Names
-from gradilocks.ranks.layout import is_dtensor, local, reduce_partial
-
-__all__ = [
-    "by_device",
-    "check_float16",
-    "check_optimizers",
-    "dense_grads",
-    "device_indices",
-    "elements",
-    "first_device",
-    "indexed_by_device",
-    "largest_finite",
-    "parameters",
-]
-
+from gradilocks.ranks.layout import copy_to, is_dtensor, local, reduce_partial
 
 _layout_of: Callable[[Any], torch.layout] = attrgetter("layout")
 _device_of: Callable[[Any], torch.device] = attrgetter("device")
@@ -131,16 +117,26 @@ def largest_finite(tensors: Sequence[Tensor | None]) -> float:
 @lru_cache(maxsize=64)
 def device_indices(indices: tuple[int, ...], device: torch.device) -> Tensor:
     """An int64 tensor of these indices on `device`, copied there once without a synchronization."""
-    host = torch.tensor(indices, dtype=torch.int64)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return copy_to(torch.tensor(indices, dtype=torch.int64), device)
 
 
-def check_float16(params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
+def params_without_momentum(optimizer: torch.optim.SGD) -> list[Tensor]:
+    """The parameters for which a step of SGD is about to create momentum buffers."""
+    return [
+        param
+        for group in optimizer.param_groups
+        for param in (group["params"] if group["momentum"] else ())
+        if param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
+    ]
+
+
+def check_float16(params: Sequence[Tensor], names: Names) -> None:
     """Raises ValueError for float16 gradients, which would be unscaled in float16."""
     for param in params:
         if param.grad is not None and param.grad.dtype is torch.float16:
+            (name,) = names.of([param])
             raise ValueError(
-                f"Attempting to unscale FP16 gradients. {name(param)} is float16: dividing its gradient by the scale "
+                f"Attempting to unscale FP16 gradients. {name} is float16: dividing its gradient by the scale "
                 "in float16 rounds small values to zero again. Keep parameters in float32 and use torch.autocast, or "
                 "step with gradilocks.optim or a torch optimizer with fused=True, which unscale in float32 themselves: "
                 "without unscale_(), and with GradientControl(clip=...) to clip."

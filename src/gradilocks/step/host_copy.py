@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["LAG", "HostCopy"]
-
 LAG = 4
 """Ranks read asynchronous values exactly LAG steps after sending them, so all act at the same step. The host is rarely
 further ahead of its device, so the wait is short."""

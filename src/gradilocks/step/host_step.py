@@ -17,12 +17,10 @@ from gradilocks.clip import ClipByNorm
 from gradilocks.kernels import STATISTICS
 from gradilocks.kernels.addresses import AddressReader
 from gradilocks.optim.fused_step import FusedStep
-from gradilocks.step.decide import Decision
+from gradilocks.step.decide import Decision, StepInputs
 from gradilocks.step.gradients import dense_grads
 from gradilocks.step.measure import statistics_of
 from gradilocks.step.state import StepState
-
-__all__ = ["HostStep", "Totals", "decide_on_host"]
 
 _FLOAT32 = torch.finfo(torch.float32)
 _FLAGS = torch.zeros(()), torch.ones(())  # The skip flag for False and for True.
@@ -42,25 +40,24 @@ class Totals(NamedTuple):
 def decide_on_host(
     totals: Totals,
     clip: ClipByNorm,
+    inputs: StepInputs,
     *,
     scale: float,
     step: int,
-    is_unscaled: bool,
     max_gradient: float,
-    overflow: bool,
     statistics: Any,
 ) -> Decision:
     """`decide` in Python numbers, for one rank and one ClipByNorm.
 
     Args:
-        totals: statistics of the gradients, still scaled unless `is_unscaled`.
+        totals: statistics of the gradients.
         clip: the clip policy.
+        inputs, max_gradient: as for `decide`.
         scale: the current scale.
         step: number of this step.
-        is_unscaled, max_gradient: as for `decide`.
-        overflow: True if `unscale_` found NaN or Inf.
         statistics: function that returns the statistics of each gradient.
     """
+    is_unscaled, overflow = inputs.is_unscaled, inputs.overflow is not None and bool(inputs.overflow)
     norm, bad = totals.norm, totals.nan + totals.inf + overflow
     if _FLOAT32.tiny <= norm <= _FLOAT32.max:
         norm = array("f", [norm])[0]
@@ -111,75 +108,56 @@ class HostStep:
         self._params, self._state, self._clip, self._max_gradient = params, state, clip, max_gradient
         self._fused = fused
         self._reader = AddressReader(params) if fused is None else fused.reader
-        self._table: Any = None
-        if kernels.has_kernels("cpu"):
-            from gradilocks.kernels.cpu import AddressTable
-
-            self._table = AddressTable(self._reader.sizes)
+        self._sizes = array("q", self._reader.sizes)
+        self._measure_at: Any = getattr(kernels.backend_for("cpu"), "measure_at", None)  # Of the C extension.
+        self._growth_interval = state.rules.growth_interval if state.rules else 0
         # Adding to a 0-d tensor takes 2 us, through ctypes 0.1.
         self._tensors = [state.scale, state.steps, state.streak, state.tensors["growth_tracker"]]
         numbers: list[Any] = [_TYPES[tensor.dtype].from_address(tensor.data_ptr()) for tensor in self._tensors]
         self._scale, self._steps, self._streak, self._tracker = numbers
 
-    def run(
-        self,
-        grads: list[Tensor | None],
-        *,
-        is_unscaled: bool,
-        moves: bool,
-        overflow: Tensor | None,
-        loss: Tensor | None,
-        detail: bool,
-    ) -> Decision | None:
-        """Performs one step; see `StepPlan.step`.
+    def run(self, grads: list[Tensor | None], inputs: StepInputs) -> Decision | None:
+        """Performs one step.
 
         Returns:
             None if this step needs torch operations: a gradient's layout is not its parameter's, or there is no C
             extension and the gradients are not finite.
         """
-        addresses = None if self._table is None else self._reader.read_gradients(grads)
-        if self._table is None:
+        addresses = None if self._measure_at is None else self._reader.read_gradients(grads)
+        if self._measure_at is None:
             order, tensors = self._clip.order, dense_grads(self._params)
             norm = float(kernels.norm([tensor for tensor in tensors if tensor is not None], order))
             if not math.isfinite(norm):
                 return None
             totals, statistics = Totals(norm, math.nan, 0.0, 0.0), _raise_unmeasured
-            if detail:  # The decision keeps `norm`, so that a subscriber changes no bit.
+            if inputs.detail:  # The decision keeps `norm`, so that a subscriber changes no bit.
                 measured = statistics_of(tensors, order=order, detail=True)
                 totals = Totals(norm, float(measured[STATISTICS.index("largest")].amax()), 0.0, 0.0)
                 statistics = partial(torch.clone, measured)
         elif addresses is None:
             return None
         else:
-            table = self._table.measure(self._clip.order, addresses)
+            table = self._measure_at(addresses, self._sizes, self._clip.order)
             count = len(STATISTICS) * len(self._params)
             totals, statistics = Totals(*table[count:]), partial(_statistics, table, count)
         decision = decide_on_host(
             totals,
             self._clip,
+            inputs,
             scale=self._scale.value,
             step=self._steps.value + 1,
-            is_unscaled=is_unscaled,
             max_gradient=self._max_gradient,
-            overflow=overflow is not None and bool(overflow),
             statistics=statistics,
         )
         if self._fused is not None and addresses is not None and not decision.is_skipped:
             self._fused.run_at(addresses, decision.divisor)
-        self._advance(bool(decision.is_skipped), moves)
-        return decision
-
-    def _advance(self, skipped: bool, moves: bool) -> None:
-        """Counts the step and updates the scale. A finite step that does not grow the scale changes only counters."""
         self._steps.value += 1
-        self._streak.value = self._streak.value + 1 if skipped else 0
-        rules = self._state.rules
-        if not moves or rules is None:
-            return
-        if not skipped and self._tracker.value + 1 < rules.growth_interval:
+        self._streak.value = self._streak.value + 1 if decision.is_skipped else 0
+        if inputs.moves and not decision.is_skipped and self._tracker.value + 1 < self._growth_interval:
             self._tracker.value += 1
-        else:
-            self._state.update_scale(torch.tensor(skipped), torch.tensor(math.nan))  # The rules ignore `largest`.
+        elif inputs.moves:
+            self._state.update_scale(decision.overflow > 0, torch.tensor(math.nan))  # The rules ignore `largest`.
+        return decision
 
 
 def _statistics(table: array[float], count: int) -> Tensor:

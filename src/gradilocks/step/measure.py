@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,11 +18,9 @@ from gradilocks.checks import check_order
 from gradilocks.names import Names
 from gradilocks.ranks.collective import combine, first_culprits, gather_rows, handshake, reduce_powers
 from gradilocks.ranks.layout import Layout, ShareFunction, is_dtensor, layout_of, reduce_partial
-from gradilocks.step.decide import local_row
+from gradilocks.step.decide import StepInputs, local_row
 from gradilocks.step.gradients import device_indices, elements, indexed_by_device
 from gradilocks.step.state import StepState
-
-__all__ = ["Measurement", "measure", "statistics_of"]
 
 
 def statistics_of(tensors: Sequence[Tensor | None], *, order: float = 2.0, detail: bool = False) -> Tensor:
@@ -96,9 +95,12 @@ def measure(
     names, tensors, models = _names_and_tensors(params)
     if not tensors:
         raise ValueError("measure() was given no parameters that require grad.")
-    read = grad or _default_gradient
+    read = grad or attrgetter("grad")
     layout, by_rank = _layout_and_names(tensors, names, models, mesh, distinct, share)
-    grads = [None if (value := read(param)) is None else elements(_redistribute(value, param)) for param in tensors]
+    grads: list[Tensor | None] = [read(param) for param in tensors]
+    for i, (value, param) in enumerate(zip(grads, tensors, strict=True)):
+        if value is not None:  # The share of a DTensor follows from the placements of its parameter.
+            grads[i] = elements(reduce_partial(value, param) if is_dtensor(value) else value)
     if any(gradient is not None for gradient in grads):
         statistics = statistics_of(grads, order=order)
     elif layout is None:
@@ -107,15 +109,14 @@ def measure(
         statistics = torch.zeros(len(kernels.STATISTICS), len(names), dtype=torch.float64, device=layout.device)
     state = StepState(None)
     state.to(statistics.device)
-    row = local_row(statistics, order=order, layout=layout, state=state, loss=None, overflow=None)
+    row = local_row(statistics, order, layout, state, StepInputs())
     norms = statistics[0]
     if layout is not None and layout.has_tensor_norms and (len(by_rank) == 1 or layout.distinct_groups):
         powers = norms if order == math.inf else norms**order * layout.weights(norms)
         norms = reduce_powers(powers, layout, order, over="spmd")
         norms = norms if order == math.inf else norms ** (1.0 / order)
     rows = row.unsqueeze(0) if layout is None else gather_rows(row, layout)
-    power, nonfinite, _ = combine(rows, order)
-    total = power if order == math.inf else power ** (1.0 / order)
+    total, nonfinite, _ = combine(rows, order)
     bad = statistics[3] + statistics[4]
     total = torch.where(nonfinite > 0, torch.where(statistics[3].sum() > 0, math.nan, math.inf), total)
 
@@ -154,15 +155,6 @@ def _layout_and_names(
         del _layouts[old]
     _layouts[key] = [weakref.ref(param) for param in params], layout, by_rank
     return layout, by_rank
-
-
-def _redistribute(grad: Tensor, param: Tensor) -> Tensor:
-    """A DTensor gradient with the placements of its parameter, from which its share follows."""
-    return reduce_partial(grad, param) if is_dtensor(grad) else grad
-
-
-def _default_gradient(param: Tensor) -> Tensor | None:
-    return param.grad
 
 
 def _names_and_tensors(params: Any) -> tuple[list[str], list[Tensor], tuple[nn.Module, ...]]:

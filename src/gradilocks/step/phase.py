@@ -14,8 +14,6 @@ from gradilocks.step.decide import Decision
 from gradilocks.step.gradients import elements
 from gradilocks.torch_private import version_of
 
-__all__ = ["OptimizerPhase", "Phase", "StepGuard"]
-
 
 class Phase(enum.Enum):
     """The state of an optimizer's gradients."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,11 @@ from gradilocks import kernels
 from gradilocks.clip import ClipByNorm
 from gradilocks.errors import NoGradients
 from gradilocks.kernels.pointer_table import is_capturing, upload
+from gradilocks.names import Names
 from gradilocks.optim.fused_step import FusedStep
 from gradilocks.ranks.layout import Layout, local
 from gradilocks.step.clip_stage import ClipStage
-from gradilocks.step.decide import Decision, clip_rule, decide
+from gradilocks.step.decide import Decision, StepInputs, clip_rule, decide
 from gradilocks.step.gradients import check_float16, dense_grads, first_device, largest_finite, parameters
 from gradilocks.step.host_step import HostStep
 from gradilocks.step.measure import statistics_of
@@ -28,8 +29,6 @@ from gradilocks.torch_private import mark_stepped
 
 if TYPE_CHECKING:
     from gradilocks.kernels.recorded_step import RecordedStep
-
-__all__ = ["StepPlan"]
 
 _DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
 """Dtypes of parameters that the host step and the recorded step process."""
@@ -44,8 +43,7 @@ class StepPlan:
 
     Args:
         optimizers: the optimizers that step together.
-        names: names of their parameters.
-        groups: index and name of each parameter's param group.
+        names: of their parameters.
         state: scale and counters, shared by all plans of a control.
         policies: clip policies.
         layout: distribution of these parameters over ranks; None for one rank.
@@ -54,15 +52,15 @@ class StepPlan:
     def __init__(
         self,
         optimizers: Sequence[Any],
-        names: Sequence[str],
-        groups: Sequence[tuple[int, str | None]],
+        names: Names,
         state: StepState,
         policies: Sequence[Any],
         layout: Layout | None,
     ) -> None:
-        self.optimizers, self.names, self.layout = tuple(optimizers), names, layout
+        self.optimizers, self.layout, self._names = tuple(optimizers), layout, names
         self.params = parameters(optimizers)
-        self.clip = ClipStage(policies, self.params, names, groups, layout)
+        self.names = names.of(self.params)
+        self.clip = ClipStage(policies, self.params, self.names, names.groups(self.params), layout)
         self.names_by_rank: tuple[Sequence[str], ...] | None = None
         """Names on every rank, or one list if all are equal; None until the ranks have exchanged them."""
         self._state = state
@@ -70,10 +68,8 @@ class StepPlan:
         self._has_float16 = torch.float16 in dtypes
         self._has_float64 = bool(dtypes & {torch.float64, torch.complex128})
         self._max_gradient = largest_finite(self.params)
-        rules = state.rules
-        self._clip_rule = clip_rule(policies) if rules is not None else None
+        self._clip_rule = clip_rule(policies) if state.rules is not None else None
         """None if the policies, or later the parameters, need torch operations."""
-        self._scale_moves = rules is None or rules.moves
         self._fast: RecordedStep | HostStep | None = None
         self._fused: FusedStep | None = None
         """Part of the fast step; None if `update` calls `optimizer.step()`."""
@@ -82,77 +78,40 @@ class StepPlan:
         self._state_tensors: dict[str, Tensor] | None = None
         self._sizes: tuple[int, ...] = ()
 
-    def step(
-        self,
-        *,
-        is_unscaled: bool,
-        moves: bool,
-        overflow: Tensor | None = None,
-        loss: Tensor | None = None,
-        detail: bool = False,
-    ) -> Decision:
-        """Takes or skips one step.
-
-        Args:
-            is_unscaled: True if the gradients are already unscaled.
-            moves: True to update the scale after this step.
-            overflow: 0-d flag that `unscale_` computed; None if it was not called.
-            loss: 0-d, the loss of this rank.
-            detail: True to measure every gradient separately, even if the decision does not need it.
-        """
-        if self._has_float16 and self._state.policy is not None and not is_unscaled:
-            self._check_float16()
+    def step(self, inputs: StepInputs) -> Decision:
+        """Takes or skips one step."""
+        if self._has_float16 and self._state.policy is not None and not inputs.is_unscaled:
+            for optimizer in self.optimizers:
+                if not uses_amp_arguments(optimizer):
+                    check_float16(parameters([optimizer]), self._names)
+        if not self._state.moves:
+            inputs = StepInputs(inputs.is_unscaled, False, *inputs[2:])
         grads = [param.grad for param in self.params]
         self._check_present(grads)
-        fast = self._fast_step()
-        if fast is not None:
-            if self._fused is None:
-                self._check_parameters()
-            decision = fast.run(
-                grads,
-                is_unscaled=is_unscaled,
-                moves=moves and self._scale_moves,
-                overflow=overflow,
-                loss=loss,
-                detail=detail,
-            )
-            if decision is not None:
-                if self._fused is None:
-                    with torch.no_grad():
-                        self._update(decision, dense_grads(self.params))
-                else:
-                    for optimizer in self.optimizers:
-                        mark_stepped(optimizer)
-                return decision
-        with torch.no_grad():
-            self._check_parameters()
-            tensors = dense_grads(self.params)
-            decision = self.decide(tensors, is_unscaled=is_unscaled, overflow=overflow, loss=loss, detail=detail)
-            self._update(decision, tensors)
-            self.advance(decision, moves=moves)
+        fast = self._fast if self._is_fast_step_current() else self._make_fast_step()
+        decision = None if fast is None else fast.run(grads, inputs)
+        if decision is not None and self._fused is not None:
+            for optimizer in self.optimizers:
+                mark_stepped(optimizer)
             return decision
+        with torch.no_grad():
+            tensors = dense_grads(self.params)
+            if decision is None:
+                decision = self.decide(tensors, inputs)
+                self._update(decision, tensors)
+                self.advance(decision, moves=inputs.moves)
+            else:
+                self._update(decision, tensors)
+        return decision
 
-    def decide(
-        self,
-        tensors: Sequence[Tensor | None],
-        *,
-        is_unscaled: bool,
-        overflow: Tensor | None = None,
-        loss: Tensor | None = None,
-        detail: bool = False,
-    ) -> Decision:
-        """Measures the gradients and decides the step with torch operations. Changes neither scale nor counters.
-
-        Args:
-            tensors: the gradients.
-            is_unscaled, overflow, loss, detail: as for `step`.
-        """
+    def decide(self, tensors: Sequence[Tensor | None], inputs: StepInputs) -> Decision:
+        """Measures the gradients and decides the step with torch operations. Changes neither scale nor counters."""
         self._check_present(tensors)
         device = first_device(self.optimizers)
         self._state.to(device)
         if any(tensor is not None for tensor in tensors):
             # ClipByNorm with a plain scale rule does not use the largest magnitude.
-            is_detailed = detail or self._clip_rule is None
+            is_detailed = inputs.detail or self._clip_rule is None
             statistics = statistics_of(tensors, order=self.clip.order, detail=is_detailed).to(device)
         else:  # The other ranks wait for this one, so it contributes zeros.
             statistics = torch.zeros(len(kernels.STATISTICS), len(tensors), dtype=torch.float64, device=device)
@@ -161,12 +120,10 @@ class StepPlan:
             tensors,
             self.clip,
             self._state,
+            inputs,
             layout=self.layout,
-            is_unscaled=is_unscaled,
             max_gradient=self._max_gradient,
             has_float64=self._has_float64,
-            loss=loss,
-            overflow=overflow,
         )
 
     @torch.no_grad()
@@ -187,12 +144,6 @@ class StepPlan:
             update(optimizer, tensors[begin:end], decision, begin)
             begin = end
 
-    def _check_float16(self) -> None:
-        names = dict(zip(map(id, self.params), self.names, strict=True))
-        for optimizer in self.optimizers:
-            if not uses_amp_arguments(optimizer):
-                check_float16(parameters([optimizer]), lambda param: names[id(param)])
-
     def _check_parameters(self) -> None:
         params = parameters(self.optimizers)
         if len(params) != len(self.params) or not all(map(is_, params, self.params)):
@@ -210,11 +161,10 @@ class StepPlan:
 
     # --- the recorded step and the host step ------------------------------------------------------------------------
 
-    def _fast_step(self) -> RecordedStep | HostStep | None:
-        """The recorded step or the host step, created or replaced if necessary; None if neither applies."""
-        if self._fast is not None and self._is_fast_step_current():
-            return self._fast
-        self._fast = None
+    def _make_fast_step(self) -> RecordedStep | HostStep | None:
+        """Creates the recorded step or the host step; None if neither applies."""
+        self._check_parameters()
+        self._fast = self._fused = None
         device = first_device(self.optimizers)
         if self._clip_rule is None or self._clip_rule.order not in (1.0, 2.0, math.inf):
             return None
@@ -226,9 +176,9 @@ class StepPlan:
                 "the first step creates optimizer state and tables, which a CUDA graph cannot capture. Take a step "
                 "before the capture, as torch recommends for warm-up."
             )
-        self._check_parameters()
         dtypes = _DTYPES["cuda" if is_recorded else "cpu"]
-        if not all(_is_supported(local(param), device, dtypes) for param in self.params):
+        tensors = [local(param) for param in self.params]
+        if not all(t.device == device and t.dtype in dtypes and t.layout is torch.strided for t in tensors):
             self._clip_rule = None
             return None
         self._state.to(device)
@@ -245,11 +195,13 @@ class StepPlan:
 
     def _is_fast_step_current(self) -> bool:
         """True if the fast step still uses the current tensors of the state and of the optimizers."""
-        bypasses_step = all(map(can_bypass_step, self.optimizers))
-        if self._state_tensors is not self._state.tensors or self._bypasses_step != bypasses_step:
+        if self._fast is None or self._state_tensors is not self._state.tensors:
+            return False
+        if self._bypasses_step != all(map(can_bypass_step, self.optimizers)):
             return False
         if self._fused is None:
-            has_device = self.params[0].device == self._state.scale.device
+            self._check_parameters()
+            has_device = self.params[0].device == self._state.steps.device
             return has_device and self._sizes == tuple(map(Tensor.numel, self.params))
         return self._fused.is_current()
 
@@ -281,7 +233,3 @@ class StepPlan:
             multiplier=torch.ones((), dtype=torch.float64, device=device),
         )
         return RecordedStep(self.params, tensors, order=rule.order, fused=self._fused, layout=self.layout)
-
-
-def _is_supported(tensor: Tensor, device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
-    return tensor.device == device and tensor.dtype in dtypes and tensor.layout is torch.strided

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradilocks.scale import LARGEST_SCALE, SMALLEST_SCALE, ScalePolicy, ScaleRules, initial_state
+from gradilocks.ranks.layout import copy_to
+from gradilocks.scale import LARGEST_SCALE, SMALLEST_SCALE, DynamicScale, ScalePolicy, StaticScale, initial_state
 
 if TYPE_CHECKING:
     from gradilocks.step.decide import Decision
-
-__all__ = ["StepState"]
 
 
 class StepState:
@@ -28,9 +27,10 @@ class StepState:
 
     def __init__(self, policy: ScalePolicy | None) -> None:
         self.policy = policy
-        rules_of_policy = getattr(policy, "rules", lambda: None)
-        self.rules: ScaleRules | None = ScaleRules(moves=False) if policy is None else rules_of_policy()
-        """The policy in plain numbers, or None if only its `update` can express it."""
+        self.moves = policy is not None and type(policy) is not StaticScale
+        """False for a constant scale."""
+        self.rules = policy if type(policy) is DynamicScale else None if self.moves else DynamicScale()
+        """The numbers by which kernels move the scale; None if only the policy's `update` can, as in a subclass."""
         self.tensors: dict[str, Tensor] = dict(initial_state(1.0) if policy is None else policy.init())
         """The policy's state, including "scale"."""
         self.steps = torch.zeros((), dtype=torch.int64)
@@ -57,15 +57,8 @@ class StepState:
     def to(self, device: torch.device) -> None:
         """Moves all tensors to `device`; a copy to a GPU does not wait for it."""
         if self.steps.device != device:
-            self.tensors = {name: _copy_to(tensor, device) for name, tensor in self.tensors.items()}
-            self.steps, self.streak = _copy_to(self.steps, device), _copy_to(self.streak, device)
-
-    def set_scale(self, scale: float | Tensor) -> None:
-        """Overwrites the scale."""
-        if isinstance(scale, Tensor):
-            self.scale.copy_(scale.detach().reshape(()).clamp(SMALLEST_SCALE, LARGEST_SCALE))
-        else:
-            self.scale.fill_(scale)
+            self.tensors = {name: copy_to(tensor, device) for name, tensor in self.tensors.items()}
+            self.steps, self.streak = copy_to(self.steps, device), copy_to(self.streak, device)
 
     @torch.no_grad()
     def update_scale(self, overflow: Tensor, largest: Tensor, keep_scale: Tensor | None = None) -> None:
@@ -76,7 +69,7 @@ class StepState:
             largest: 0-d, largest magnitude of the scaled gradients.
             keep_scale: 0-d bool, True to leave the scale unchanged because a clip policy rejected the step.
         """
-        if self.policy is None or (self.rules is not None and not self.rules.moves):
+        if self.policy is None or not self.moves:
             return
         device = self.steps.device
         new = self.policy.update(dict(self.tensors), overflow.to(device), largest.to(device))
@@ -101,9 +94,3 @@ class StepState:
         largest = torch.stack([decision.largest.to(device) for decision in decisions]).amax()
         is_skipped = torch.stack([decision.skip.to(device) for decision in decisions]).amin() > 0
         self.update_scale(overflow, largest, keep_scale=is_skipped & ~overflow)
-
-
-def _copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    source = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
-    # A copy to the host must be synchronous, or it could be read too early.
-    return source.to(device, non_blocking=device.type == "cuda")

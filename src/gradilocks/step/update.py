@@ -12,11 +12,9 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks.optim.optimizers import SinglePassOptimizer
 from gradilocks.step.decide import Decision
-from gradilocks.step.gradients import by_device, device_indices, indexed_by_device
+from gradilocks.step.gradients import by_device, device_indices, indexed_by_device, params_without_momentum
 from gradilocks.step.phase import StepGuard
 from gradilocks.torch_private import has_other_hooks
-
-__all__ = ["amp_arguments", "apply_in_place", "can_bypass_step", "update", "uses_amp_arguments"]
 
 
 def update(optimizer: Any, tensors: Sequence[Tensor | None], decision: Decision, begin: int = 0) -> None:
@@ -123,13 +121,9 @@ def _needs_host_decision(optimizer: Any, tensors: Sequence[Tensor | None], skip:
     step would add garbage to the weights (20 of 20 runs with torch 2.13). Gradients on another device than the flag:
     torch copies the flag there without waiting.
     """
-    if isinstance(optimizer, torch.optim.SGD) and not isinstance(optimizer, SinglePassOptimizer):
-        for group in optimizer.param_groups:
-            if group["momentum"] and any(
-                param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
-                for param in group["params"]
-            ):
-                return True
+    is_torch_sgd = isinstance(optimizer, torch.optim.SGD) and not isinstance(optimizer, SinglePassOptimizer)
+    if is_torch_sgd and params_without_momentum(optimizer):
+        return True
     return any(tensor is not None and tensor.device != skip.device for tensor in tensors)
 
 
