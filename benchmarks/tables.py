@@ -47,7 +47,7 @@ def size_of(workload: str) -> str:
     return f"FSDP2, {size}" if key.startswith("fsdp") else size
 
 
-def whole_table(name: str) -> str:
+def step_table(name: str) -> str:
     """Every workload and mode of a file; in parentheses the speed relative to torch's sequence."""
     content = load(name)
     rows = content["rows"]
@@ -63,9 +63,25 @@ def whole_table(name: str) -> str:
             for contender in names
         ]
         lines.append(f"| {size_of(workload)} | {mode} | {milliseconds(by_name['torch'])} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", origin_of(content)])
+
+
+def plain_table(name: str) -> str:
+    """One line for each row of a file; in parentheses the speed relative to the contender without Gradilocks."""
+    content = load(name)
+    lines = ["| workload | | contender | ms | |", "|---|---|---|---|---|"]
+    for row in content["rows"]:
+        ratio = f" ({row['faster']['wall']:.2f}×)" if row["faster"] else ""
+        contender = row["contender"].removeprefix("0.3 ")
+        cells = (row["workload"], row["mode"], contender, milliseconds(row) + ratio, row["error"] or row["note"])
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    return "\n".join([*lines, "", origin_of(content)])
+
+
+def origin_of(content: dict[str, Any]) -> str:
+    """Hardware, versions and command of a file."""
     hardware = content["cpu"] if content["gpu"] == "none" else content["gpu"]
-    where = f"{hardware}; torch {content['torch']}; commit {content['commit']}; `{content['command']}`"
-    return "\n".join([*lines, "", where])
+    return f"{hardware}; torch {content['torch']}; commit {content['commit']}; `{content['command']}`"
 
 
 def readme_table() -> str:
@@ -87,7 +103,7 @@ def readme_table() -> str:
 def updated(text: str) -> str:
     def table(match: re.Match[str]) -> str:
         name = match[1]
-        content = readme_table() if name == "readme" else whole_table(name)
+        content = readme_table() if name == "readme" else step_table(name) if "step" in name else plain_table(name)
         return f"<!-- table: {name} -->\n{content}\n<!-- end -->"
 
     return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", table, text, flags=re.S)
