@@ -141,6 +141,15 @@ def test_with_several_optimizers_the_first_culprit_is_named() -> None:
     assert text.endswith(f"{CULPRIT}.")
 
 
+def test_the_verdict_does_not_name_the_culprit_of_an_earlier_skip() -> None:
+    plant = {1: made.SKIPPED, 71: {**made.NAN_LOSS, "skipped": True}}
+    steps = made.steps(100, always=lambda step: {"scale": 65536.0}, plant=plant)
+    overflow = made.culprit(1, "first Inf: mm (AddmmBackward0) in head (backward)", value="Inf")
+    run = made.run_of(*steps, overflow, made.culprit(71, CULPRIT))
+    assert [finding.rule for finding in find(run)] == ["nonfinite_loss", "skipped_steps"]
+    assert verdict(run).text == f"Warning: The loss was NaN or Inf in step 71; {CULPRIT}."
+
+
 def test_finite_steps_after_an_applied_nan_make_it_a_warning() -> None:
     finding = found(made.made_run(plant={100: {"nan": 1, "norm": "nan"}}))["corrupt_weights"]
     assert (finding.severity, finding.step) == ("warning", 100)
