@@ -107,7 +107,7 @@ def test_nan_that_was_applied_is_a_problem_with_its_culprit() -> None:
     finding = found(run)["corrupt_weights"]
     assert (finding.step, finding.culprit) == (61, CULPRIT)
     assert "First NaN: output of log in head.norm" in finding.text
-    assert "The last loss before it was 1.759" in finding.text
+    assert "The last finite loss before this step was 1.759" in finding.text
     assert "Continue from a checkpoint before step 61" in finding.text
 
 
@@ -298,12 +298,12 @@ def test_gradients_of_zero_at_a_loss_far_from_the_best_are_a_problem() -> None:
     run = made.made_run(
         always=lambda step: {"loss": 5.0 / step, "norm": 1.0} if step < 50 else {"loss": 3.0, "norm": 0.0}
     )
-    assert verdict(run).text == "Problem: All gradients are zero in 83.7% of the steps, and the loss is not."
+    assert verdict(run).text == "Problem: All gradients are zero in 83.7% of the steps, but the loss is not."
 
 
 def test_gradients_of_zero_under_a_loss_that_is_not_are_a_problem() -> None:
     run = made.made_run(always=lambda step: {"loss": 2.3, "norm": 0.0})
-    assert verdict(run).text == "Problem: All gradients are zero in 100% of the steps, and the loss is not."
+    assert verdict(run).text == "Problem: All gradients are zero in 100% of the steps, but the loss is not."
 
 
 def test_weights_that_have_converged_are_not_said_to_stand_still() -> None:

@@ -388,7 +388,7 @@ def _after_modules(replays: list[_Replay], loss_value: str) -> Culprit:
     name, phase = type(last.call.module).__name__, "forward" if loss_value else "backward"
     value = loss_value or value
     text = f"first {value}: in the script's own code after {name} ({phase}); the outputs of all modules are finite, "
-    text += "the loss is not" if loss_value else "the gradient of these outputs is not"
+    text += "but the loss is not" if loss_value else "but their gradient is not"
     return Culprit(True, text, value=value, source="script", phase=phase)
 
 

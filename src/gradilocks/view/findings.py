@@ -252,8 +252,8 @@ def _cause_of_rise(case: Case, row: int) -> tuple[str, dict[str, float]]:
     if new >= 2 * old > 0:
         cause = "The learning rate had just risen from {old_lr} to {new_lr}: lower its peak or lengthen the warm-up."
     elif row >= 10 and loss[row] >= 100 * before > 0 and before <= 3 * case.summary.first_loss:
-        cause = "It rose in one step, from about {loss_before} to {loss_at_rise}: check the batch of that step first, "
-        cause += f"then the learning rate{rate}. ClipByNorm or SkipSpikes limits the effect of one batch."
+        cause = "The loss rose in one step, from about {loss_before} to {loss_at_rise}: check the batch of that step "
+        cause += f"first, then the learning rate{rate}. ClipByNorm or SkipSpikes limits the effect of one batch."
     else:
         cause = f"Lower the learning rate{rate} to a tenth, lengthen the warm-up, or clip the norm."
     return cause, numbers
@@ -306,7 +306,7 @@ def corrupt_weights(case: Case) -> Finding | None:
         "problem",
         "Weights contain NaN or Inf since step {step}" + earlier,
         f"Step {{step}} was applied with NaN or Inf in the gradients{rank}. {{origin}}"
-        + ("The last loss before it was {loss_before}. " if len(before) else "")
+        + ("The last finite loss before this step was {loss_before}. " if len(before) else "")
         + ("Continue from a checkpoint before step {step}. " if first else "")
         + SKIP_ADVICE,
         values={"origin": origin, **numbers},
@@ -321,7 +321,7 @@ def nonfinite_loss(case: Case) -> Finding | None:
     if not len(rows) or (steps.nonfinite & steps.applied).any():
         return None
     text = "{origin}NaN or Inf did not reach the weights, but buffers such as BatchNorm's may contain them. "
-    text += "Check the batches, and divisions and logarithms in the loss."
+    text += "Check the batches, and the divisions and logarithms in the loss."
     since = _nonfinite_loss_since(steps)
     if since == 0 or (since is not None and len(steps) - since >= 3):
         origin, culprit = _origin(case, rows[rows >= since])
@@ -448,7 +448,7 @@ def no_gradient(case: Case) -> Finding | None:
     return _finding(
         "problem",
         "All gradients are zero in {zero_share} of the steps"
-        + (", and the loss is not" if (steps.loss[unsolved] != 0).all() and steps.has_loss.all() else ""),
+        + (", but the loss is not" if (steps.loss[unsolved] != 0).all() and steps.has_loss.all() else ""),
         "First: step {step}. Units may be dead, or the loss is clamped or multiplied by zero. In float16 small "
         "gradients are rounded to zero: use loss scaling.",
         values={"step": case.step(np.flatnonzero(unsolved)[0]), "zero_share": unsolved.mean()},
@@ -490,7 +490,7 @@ def unchanged_weights(case: Case) -> Finding | None:
     return _finding(
         "warning",
         "The learning rate was {lr} in {resting:step}, which changed no weight",
-        "First: step {step}; last: step {last_step}. Check that the schedule does not end before training.",
+        "First: step {step}; last: step {last_step}. Check that the schedule lasts until training ends.",
         values={
             "lr": 0.0,
             "resting": len(resting),
@@ -587,7 +587,7 @@ def not_learning(case: Case) -> Finding | None:
     elif update < 1e-5:
         reason = size + " is too small."
         if case.summary.clipped_share > 0.9:
-            reason += " Or the clip limit is too low, for example if gradients are clipped before they are unscaled."
+            reason = size + " or the clip limit is too small, for example if gradients are clipped before unscaling."
     elif update > 0.1:
         reason = size + " is too high."
     return _finding(
