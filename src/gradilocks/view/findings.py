@@ -160,12 +160,8 @@ def verdict(run: Run, findings: list[Finding] | None = None) -> Verdict:
     worst = findings[0] if findings else None
     if worst is not None and worst.severity != "note":
         # With several optimizers, the earliest culprit is the cause; an earlier skip of the same optimizer is not.
-        explained = [
-            finding
-            for finding in findings
-            if finding.culprit and finding.rule in NONFINITE_RULES and finding.severity != "note"
-            if finding is worst or worst.rule == "diverged" or finding.optimizer != worst.optimizer
-        ]
+        others = [f for f in findings if f.optimizer != worst.optimizer or worst.rule == "diverged"]
+        explained = [f for f in [worst, *others] if f.culprit and f.rule in NONFINITE_RULES and f.severity != "note"]
         is_explained = explained and worst.rule in (*NONFINITE_RULES, "diverged")
         where = f"; {min(explained, key=lambda finding: finding.step or 0).culprit}" if is_explained else ""
         return Verdict(f"{worst.severity.capitalize()}: {worst.title.rstrip('.')}{where}.", worst.severity)
