@@ -94,7 +94,7 @@ def readme_table() -> str:
         how = "drop-in" if contender == "drop-in" else "control and `gradilocks.optim`"
         ratio = by_name[contender]["faster"]["wall"]
         word = f"{ratio:.1f}× as fast" if ratio >= 1 else f"slower: {ratio:.2f}×"
-        size = size_of(workload).removesuffix(", float32")
+        size = size_of(workload).removesuffix(", float32").replace(" M in", " M parameters in")
         times = f"{milliseconds(by_name['torch'])} ms | {milliseconds(by_name[contender])} ms"
         lines.append(f"| {device}, {size} tensors, {how} | {times} | {word} |")
     return "\n".join(lines)

@@ -23,7 +23,7 @@ for _ in range(100):
         loss = nn.functional.mse_loss(model(inputs).float(), targets)
     scaler.scale(loss).backward()
     scaler.step(optimizer)
-    if scaler.outcome.skipped:  # Waits for the device, as optimizer.step() does here anyway.
+    if scaler.outcome.skipped:  # Waits for the device, as scaler.step() has done already.
         skipped += 1
         print(f"skipped at scale {scaler.outcome.scale:g}: non-finite gradients in {scaler.outcome.culprits}")
     scaler.update()

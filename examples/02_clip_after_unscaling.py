@@ -23,7 +23,7 @@ def first_step(clip_before_unscaling: bool) -> float:
     scaler.update()
     used = torch.cat([param.grad.flatten() for param in model.parameters()]).norm().item()
     order = "before" if clip_before_unscaling else "after"
-    print(f"clip {order:6} unscaling: the clip saw norm {norm:.4g}, the optimizer {used:.4g}")
+    print(f"clip {order:6} unscaling: the clip function received norm {norm:.4g}, the optimizer {used:.4g}")
     return used
 
 

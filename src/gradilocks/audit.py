@@ -1,8 +1,8 @@
 """Histograms of a model's gradients, and the share of them that each number format would lose.
 
 Gradients of parameters and of module outputs are counted by exponent. A format holds the gradients if one loss scale
-keeps the underflow of every module below a threshold and avoids overflow. Zero gradients are not losses: ReLU, dropout
-and masks make them in every format. Rounding of the mantissa is not examined.
+keeps the underflow of every module below a threshold and avoids overflow. Zero gradients do not count as underflow:
+ReLU, dropout and masks cause them in every format. Rounding of the mantissa is not examined.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Audit:
         formats = [("format", "scale", "underflow, no scale", "underflow", "holds")]
         for result in self.formats:
             shares = percent(result.underflow_unscaled), percent(result.underflow)
-            holds = f"no: {some_of(list(result.failures))}" if result.failures else "yes"
+            holds = f"no, not in {some_of(list(result.failures))}" if result.failures else "yes"
             formats.append((result.format.name, scale_text(result.scale), *shares, holds))
         modules = [("module", "type", "gradients", "zeros", "smallest", "largest", "largest output")]
         for module in self.modules:
@@ -367,7 +367,7 @@ class GradientCounter:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if emulated_format() is not None:
             raise GradilocksError(
-                "the model runs under emulate(), which has rounded the gradients. Audit it in float32."
+                "the model runs under emulate(), which has rounded the gradients. Call audit() outside of emulate()."
             )
         for tensor in tensors_in(output):
             if not tensor.is_floating_point():
@@ -394,7 +394,7 @@ def _new_row() -> Tensor:
 def _add(row: Tensor, grad: Tensor) -> None:
     """Adds the values of a gradient to a row of counts."""
     if grad.dtype.itemsize < 4 and grad.dtype != torch.bfloat16:
-        raise GradilocksError(f"gradients are {grad.dtype} and have lost values already. Run loss_fn in float32.")
+        raise GradilocksError(f"gradients are {grad.dtype}: small values are zero already. Run loss_fn in float32.")
     values = grad.coalesce().values() if grad.is_sparse else grad
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     values = values.cpu() if values.device.type == "mps" else values  # MPS has no float64.

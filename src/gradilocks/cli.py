@@ -77,7 +77,7 @@ def run(
     detail_every: Annotated[
         int, typer.Option(metavar="N", min=0, help="Record per-tensor statistics every N steps; 0 for never.")
     ] = 10,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print no summary.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print no summary; culprits are still named.")] = False,
 ) -> None:
     """Run an unmodified training script and record its optimizer steps.
 
@@ -127,10 +127,10 @@ def _last_lines(report: Report) -> list[str]:
         prefix = f"{steps.label}: " if len(report.optimizers) > 1 else ""
         shown = [f"{name} {facts[name]}" for name in names if not facts.get(name, "no ").startswith("no ")]
         lines.append(prefix + "; ".join(shown))
-    records = [record for _, record in sorted(report.run.culprits.items())]
-    culprits = [clean(record.get("text", "")) for record in records if record.get("known")]
-    is_named = any(culprit in report.verdict.text for culprit in culprits)
-    return [*lines, *(culprits[:1] if not is_named else [])]
+    records = sorted(report.run.culprits.items())
+    culprits = [(step, clean(record.get("text", ""))) for (step, _, _), record in records if record.get("known")]
+    is_named = any(text in report.verdict.text for _, text in culprits)
+    return [*lines, *(f"step {step:,}: {text}" for step, text in culprits[:1] if not is_named)]
 
 
 def _add_verdict(path: Path) -> Report:
@@ -179,7 +179,7 @@ def report(
 
 @app.command(rich_help_panel=_VIEW)
 def watch(
-    file: Annotated[Path, typer.Argument(help="Run file; it may not exist yet.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Run file; it may not exist yet.", show_default=False)],
     once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
 ) -> None:
     """Follow a run while it is recorded."""
@@ -189,7 +189,7 @@ def watch(
 
 
 @app.command(rich_help_panel=_VIEW)
-def ls(folder: Annotated[Path, typer.Argument(help="Folder with run files.")] = Path("runs")) -> None:
+def ls(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with run files.")] = Path("runs")) -> None:
     """List the runs and audits in a folder with their verdicts."""
     from gradilocks.view.ls import list_runs, to_text
 
@@ -244,7 +244,7 @@ def _call(function: str) -> tuple[Any, Any, Any]:
 @app.command(rich_help_panel=_ANALYZE, context_settings={"ignore_unknown_options": True})
 def explain(
     value: Annotated[float, typer.Argument(metavar="NUMBER", help="A number such as 6e-8.", show_default=False)],
-    scale: Annotated[float | None, typer.Option(help="A loss scale to multiply the number by.")] = None,
+    scale: Annotated[float | None, typer.Option(help="Loss scale; the number is also shown multiplied by it.")] = None,
 ) -> None:
     """Show how a number is stored in fp32, bf16, fp16 and fp8."""
     from gradilocks.explain import explain as rows
@@ -333,7 +333,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _message(error: Exception) -> str | None:
     """The line to print for an error; None for an unexpected one, which keeps its traceback."""
     if isinstance(error, _UsageError):
-        return f"{error.format_message().rstrip('.')}. See gradilocks --help."
+        command = "gradilocks" if error.ctx is None else error.ctx.command_path
+        return f"{error.format_message().rstrip('.')}. See {command} --help."
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:

@@ -512,8 +512,8 @@ def chain(*policies: object) -> Chain:
     If one policy rejects a step, the step is skipped and no policy updates its state.
 
     Args:
-        policies: policies, chains, or numbers (ClipByNorm). All must have the same order. AdaptiveClip must be the
-            first, ClipByValue the last.
+        policies: policies, chains, or numbers (ClipByNorm). All must use norms of the same order. AdaptiveClip must be
+            the first, ClipByValue the last.
 
     Example:
         >>> chain(SkipSpikes(), 1.0).policies[1]
@@ -526,7 +526,7 @@ def chain(*policies: object) -> Chain:
     flat = tuple(member for policy in policies for member in resolve_clip(policy))
     orders = {getattr(policy, "order", 2.0) for policy in flat}
     if len(orders) > 1:
-        raise ValueError(f"the policies of a chain must have the same order, got {sorted(orders)}.")
+        raise ValueError(f"the policies of a chain must use norms of the same order, got orders {sorted(orders)}.")
     if any(getattr(policy, "per", "model") == "row" for policy in flat[1:]):
         raise ValueError("AdaptiveClip must be the first policy of a chain: it measures rows of unclipped gradients.")
     if any(isinstance(policy, ClipByValue) for policy in flat[:-1]):

@@ -35,9 +35,9 @@ def emulate(
 
     A context manager and decorator for the forward pass. Matrix products are linear layers, matmul and its variants,
     einsum, convolutions and scaled dot product attention of float32 tensors. Their gradients are rounded even if
-    `backward()` is called outside the context. Call it inside with activation checkpointing or an `autograd.Function`
-    of your own, so that the products in backward are rounded, too. Compiled models run uncompiled. Only the calling
-    thread is affected.
+    `backward()` is called outside the context. With activation checkpointing or an `autograd.Function` of your own,
+    call `backward()` inside the context: otherwise the products in backward are not rounded. Compiled models run
+    uncompiled. Only the calling thread is affected.
 
     Args:
         format: "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp32", or torch's dtype. Tensors have no scales of their own.

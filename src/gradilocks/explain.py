@@ -44,7 +44,7 @@ class StoredNumber:
         return {
             "exact": "exact",
             "rounded": error,
-            "underflow": f"underflow: at most {self.format.smallest_subnormal / 2:.3g} becomes 0",
+            "underflow": f"underflow: magnitudes up to {self.format.smallest_subnormal / 2:.3g} become 0",
             "overflow": f"overflow: the largest number is {self.format.largest:.6g}",
         }[self.result]
 
@@ -57,8 +57,8 @@ def explain(value: float, *, scale: float | None = None) -> list[StoredNumber]:
         scale: a loss scale, above 0. The product value × scale is computed in float64.
 
     Returns:
-        One row per format without a scale; with `scale`, then one row per format with it. `to_text` formats the rows as
-        tables.
+        One row per format without a scale, then one row per format with `scale` if it is given. `to_text` formats the
+        rows as tables.
 
     Example:
         >>> rows = {row.format.name: row for row in explain(6e-8)}

@@ -279,7 +279,7 @@ def never_finite_error(outcome: Outcome, count: int, *, min_scale: float) -> Nev
     """
     if outcome.loss_is_finite is False:
         advice = (
-            "The loss itself is NaN or Inf before scaling, so no scale helps. Check the batch and the forward pass: "
+            "No scale helps: the loss is NaN or Inf before scaling. Check the batch and the forward pass: "
             "log(0), a division by zero, float16 activations above 65504, too high a learning rate."
         )
     elif outcome.scale <= min_scale * (1.0 + 1e-6):  # float32 may have rounded the scale up.

@@ -234,7 +234,7 @@ def test_a_bfloat16_model_can_be_audited_and_float16_gradients_cannot():
         with torch.autocast("cpu", torch.float16):
             return model(x).float().square().mean()
 
-    with pytest.raises(GradilocksError, match=r"gradients are torch\.float16 and have lost values already"):
+    with pytest.raises(GradilocksError, match=r"gradients are torch\.float16: small values are zero already"):
         gradilocks.audit(mlp(), autocast_loss, BATCHES)
 
 
@@ -243,7 +243,7 @@ def test_emulated_gradients_are_refused():
         with gradilocks.emulate("fp16"):
             return loss_of(model, x)
 
-    with pytest.raises(GradilocksError, match="Audit it in float32"):
+    with pytest.raises(GradilocksError, match="outside of emulate"):
         gradilocks.audit(mlp(), emulated_loss, BATCHES)
 
 

@@ -75,7 +75,7 @@ def test_the_diagnosis_tells_a_broken_loss_from_an_overflow_and_from_a_nan():
             take_step(control, (p, gradient), value=value)
         return str(caught.value)
 
-    assert "The loss itself is NaN or Inf before scaling" in message("dynamic", NAN, value=NAN)
+    assert "No scale helps: the loss is NaN or Inf before scaling" in message("dynamic", NAN, value=NAN)
     text = message("dynamic", INF)
     assert "The scale was 32768" in text
     assert "a NaN with another cause remains at any scale" in text

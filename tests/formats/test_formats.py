@@ -174,7 +174,7 @@ def test_the_text_has_one_table_per_scale():
     assert "0 00000 0000000001" in fp16
     assert "subnormal: 1 of 11 significant bits, error 0.66%" in fp16
     (e5m2,) = [line for line in first.splitlines() if "fp8_e5m2" in line]
-    assert "underflow: at most 7.63e-06 becomes 0" in e5m2
+    assert "underflow: magnitudes up to 7.63e-06 become 0" in e5m2
     assert all(line == line.rstrip() for line in text.splitlines())
 
 

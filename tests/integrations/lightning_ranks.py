@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from gradilocks import HeadroomScale, ZScoreClip
 from integrations import lightning_task as task
+from integrations.planted_overflow import WIDTH
 
 CLIP = 0.02
 POLICIES = {"scale": HeadroomScale(), "clip": ZScoreClip(0.5, warmup=2)}
@@ -91,7 +92,7 @@ def _fit(rank, strategy, *, max_steps=-1, ckpt_path=None, save=None, **options):
 
     module.on_train_batch_end = on_train_batch_end
     batches = task.Stateful(slice(rank, None, 2))
-    batches.batches = [torch.cat([rows[:, : task.WIDTH], 0 * rows[:, -1:]], 1) for rows in batches.batches]
+    batches.batches = [torch.cat([rows[:, :WIDTH], 0 * rows[:, -1:]], 1) for rows in batches.batches]
     trainer.fit(module, batches, ckpt_path=ckpt_path)
     return _whole(module), callback.control.state_dict(), outcomes
 

@@ -70,7 +70,7 @@ REJECTED = [
     (lambda: chain(), TypeError, r"chain takes clip policies such as ClipByNorm\(1.0\), got \(\)"),
     (lambda: chain(ClipByNorm(1.0), None), TypeError, "chain takes clip policies .* None"),
     (lambda: chain(ClipByNorm(1.0), -1.0), ValueError, "clip must be at least 0, got -1.0"),
-    (lambda: chain(ClipByNorm(1.0), ClipByNorm(1.0, order=1.0)), ValueError, r"the same order, got \[1.0, 2.0\]"),
+    (lambda: chain(ClipByNorm(1.0), ClipByNorm(1.0, order=1.0)), ValueError, r"same order, got orders \[1.0, 2.0\]"),
     (lambda: chain(ClipByValue(1.0), ClipByNorm(1.0)), ValueError, "ClipByValue must be the last policy"),
     (lambda: chain(chain(1.0, ClipByValue(1.0)), 1.0), ValueError, "ClipByValue must be the last policy"),
     (lambda: chain(ClipByNorm(1.0), AdaptiveClip()), ValueError, "AdaptiveClip must be the first policy"),

@@ -107,7 +107,7 @@ def test_nan_that_was_applied_is_a_problem_with_its_culprit() -> None:
     finding = found(run)["corrupt_weights"]
     assert (finding.step, finding.culprit) == (61, CULPRIT)
     assert "First NaN: output of log in head.norm" in finding.text
-    assert "The last loss before it was 1.759" in finding.text
+    assert "The last finite loss before this step was 1.759" in finding.text
     assert "Continue from a checkpoint before step 61" in finding.text
 
 
@@ -139,6 +139,15 @@ def test_with_several_optimizers_the_first_culprit_is_named() -> None:
     culprits = [made.culprit(11, "NaN in parameter g"), made.culprit(10, CULPRIT, optimizer=1)]
     text = verdict(made.run_of(*steps, made.optimizer(1), *culprits)).text
     assert text.endswith(f"{CULPRIT}.")
+
+
+def test_the_verdict_does_not_name_the_culprit_of_an_earlier_skip() -> None:
+    plant = {1: made.SKIPPED, 71: {**made.NAN_LOSS, "skipped": True}}
+    steps = made.steps(100, always=lambda step: {"scale": 65536.0}, plant=plant)
+    overflow = made.culprit(1, "first Inf: mm (AddmmBackward0) in head (backward)", value="Inf")
+    run = made.run_of(*steps, overflow, made.culprit(71, CULPRIT))
+    assert [finding.rule for finding in find(run)] == ["nonfinite_loss", "skipped_steps"]
+    assert verdict(run).text == f"Warning: The loss was NaN or Inf in step 71; {CULPRIT}."
 
 
 def test_finite_steps_after_an_applied_nan_make_it_a_warning() -> None:
@@ -289,12 +298,12 @@ def test_gradients_of_zero_at_a_loss_far_from_the_best_are_a_problem() -> None:
     run = made.made_run(
         always=lambda step: {"loss": 5.0 / step, "norm": 1.0} if step < 50 else {"loss": 3.0, "norm": 0.0}
     )
-    assert verdict(run).text == "Problem: All gradients are zero in 83.7% of the steps, and the loss is not."
+    assert verdict(run).text == "Problem: All gradients are zero in 83.7% of the steps, but the loss is not."
 
 
 def test_gradients_of_zero_under_a_loss_that_is_not_are_a_problem() -> None:
     run = made.made_run(always=lambda step: {"loss": 2.3, "norm": 0.0})
-    assert verdict(run).text == "Problem: All gradients are zero in 100% of the steps, and the loss is not."
+    assert verdict(run).text == "Problem: All gradients are zero in 100% of the steps, but the loss is not."
 
 
 def test_weights_that_have_converged_are_not_said_to_stand_still() -> None:

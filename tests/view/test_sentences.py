@@ -156,7 +156,7 @@ def check_words(finding: Finding, records: list[dict[str, Any]]) -> None:
     if "mean of the second half" in finding.title:
         finite = [loss for loss in losses if math.isfinite(loss)]
         assert math.isclose(numbers["late_mean"], statistics.fmean(finite[len(finite) // 2 :]), rel_tol=1e-9)
-    if "and the loss is not" in finding.title:
+    if "but the loss is not" in finding.title:
         assert any(loss != 0 for loss in losses)
     if "risen from" in words:
         assert numbers["new_lr"] >= 2 * numbers["old_lr"]

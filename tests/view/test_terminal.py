@@ -79,7 +79,7 @@ def test_watch_once_prints_the_present_state(tmp_path: Path) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "Healthy: 300 steps" in text
     assert "█" in text
-    assert "ended: finished" in text
+    assert "status: finished" in text
 
 
 def test_watch_and_report_show_the_same_numbers(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ SICK = {
         "warning",
         "(1e-09) is too small",
     ),
-    "clipped to 1e-6": (sick.clipped_to_almost_nothing, "not_learning", "warning", "Or the clip limit is"),
+    "clipped to 1e-6": (sick.clipped_to_almost_nothing, "not_learning", "warning", "or the clip limit is too small"),
     "20 sigmoids": (sick.vanishing_gradients, "not_learning", "warning", "Gradients vanish"),
     "no zero_grad, SGD": (classifier(sgd(0.01), clears=False), "missing_zero_grad", "warning", "zero_grad()"),
     "no zero_grad, small batches": (
@@ -114,7 +114,7 @@ SICK = {
         sick.clipped_before_unscale(unscales=False, size=1.0),
         "not_learning",
         "warning",
-        "clipped before they are unscaled",
+        "clipped before unscaling",
     ),
     "a schedule that ends early": (
         sick.schedule_that_ends_early(60),

@@ -232,7 +232,7 @@ def _multiply(groups: Groups, total: Tensor | float, max_norm: float) -> None:
     if max_norm == math.inf:
         return
     if isinstance(total, Tensor):
-        # 0 takes the place of a non-finite norm, so that the coefficient is inf, or NaN if max_norm is 0; then exactly 1.
+        # 0 replaces a non-finite norm, so that the coefficient is inf, or NaN if max_norm is 0; then exactly 1.
         divisor = torch.nan_to_num_(total + _EPSILON, nan=0.0, posinf=0.0)
         coefficient = divisor.reciprocal_().mul_(max_norm).clamp_(max=1.0)
         coefficient = coefficient if max_norm else torch.nan_to_num_(coefficient, nan=1.0)

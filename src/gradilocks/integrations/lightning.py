@@ -90,7 +90,7 @@ class _ControlledPrecision:
     native: Any
     """The user's plugin."""
     scaler: Any = None
-    """The control as a GradScaler if the native plugin has a scaler, which it then calls itself."""
+    """The control as a GradScaler, which the native plugin calls; None if that plugin has no scaler."""
     has_loss = False
     """True if a loss was scaled since the last step."""
 
@@ -217,14 +217,14 @@ class _Guard(StepGuard):
 
 
 class _Control(GradientControl):
-    """A control that updates its scale before the next loss or checkpoint, because frameworks do not call `update`."""
+    """A control that updates its scale before the next loss or checkpoint, because Lightning does not call `update`."""
 
     def __init__(self, *optimizers: Any, **options: Any) -> None:
         super().__init__(*optimizers, **options)
         controls = [item for item in gc.get_objects() if issubclass(type(item), GradientControl)]
         controlled = [getattr(control, "optimizers", ()) for control in controls if type(control) is not _Control]
         if any(a is b for group in controlled for a in group for b in optimizers):
-            raise ValueError("the optimizer already has a GradientControl. Remove it, or remove the framework's.")
+            raise ValueError("the optimizer already has a GradientControl. Use that control or Lightning's, not both.")
         pairs = zip(optimizers, self._phases, strict=True)
         self.hooks = [optimizer.register_step_pre_hook(_Guard(phase)) for optimizer, phase in pairs]
 
@@ -250,12 +250,12 @@ def control_for(fabric: Any, model: Any, optimizer: Any, *, scale: object = "aut
     strategy = fabric.strategy
     if isinstance(strategy.precision, _ControlledPrecision):
         raise ValueError(
-            "this Fabric has a GradientControl. Pass all optimizers as one list; for another training, create a Fabric."
+            "this Fabric has a GradientControl. Pass all optimizers in one call. A second training needs a new Fabric."
         )
     wrappers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    inner = [item.optimizer if _is_of_fabric(item) else item for item in wrappers]
+    inner = [item.optimizer if _is_fabric_wrapper(item) else item for item in wrappers]
     models = model.items() if isinstance(model, Mapping) else [("", model)]
-    model = {prefix: module.module if _is_of_fabric(module) else module for prefix, module in models}
+    model = {prefix: module.module if _is_fabric_wrapper(module) else module for prefix, module in models}
     plugin = _controlled_copy(strategy.precision, _FabricPrecision)
     control: GradientControl = plugin.create_control(inner, model, strategy, scale=scale, **options)
     native_load = strategy.load_checkpoint
@@ -309,5 +309,5 @@ def _is_overridden(owner: Any, hook: str) -> bool:
     return not getattr(owner, hook).__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
 
 
-def _is_of_fabric(wrapper: Any) -> bool:
+def _is_fabric_wrapper(wrapper: Any) -> bool:
     return any(kind.__name__ in ("_FabricOptimizer", "_FabricModule") for kind in type(wrapper).__mro__)

@@ -38,7 +38,7 @@ class Guard:
                 param.grad = None
 
     def restore(self) -> bool:
-        """Puts hidden gradients back; returns True if the step was skipped. Called after every step."""
+        """Restores the hidden gradients; returns True if the step was skipped. Called after every step."""
         was_skipped = bool(self._hidden)
         for param, grad in self._hidden:
             param.grad = grad

@@ -85,7 +85,7 @@ class Hooks:
 
         return run
 
-    def report(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def notify(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Calls the observer; an error in it ends the recording."""
         if self.error is None:
             try:
@@ -100,7 +100,7 @@ class Hooks:
     # --- backward, clipping, scalers ----------------------------------------------------------------------------------
 
     def _backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        self.report(self._observer.begin_backward, tensors)
+        self.notify(self._observer.begin_backward, tensors)
         return original(tensors, *args, **kwargs)
 
     def _clip(self, original: Callable[..., Any], parameters: Any, limit: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -109,56 +109,56 @@ class Hooks:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         positional = (limit,) if limit is not None else ()
         limit = kwargs.get("max_norm", limit)
-        self.report(self._observer.begin_clip, params)
+        self.notify(self._observer.begin_clip, params)
         self._is_clipping = True
         try:
             norm = original(params, *positional, *args, **kwargs)
         finally:
             self._is_clipping = False
         if isinstance(norm, Tensor):
-            self.report(self._observer.end_clip, params, limit, norm)
+            self.notify(self._observer.end_clip, params, limit, norm)
         return norm
 
     def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
-        self.report(self._observer.note_scaled, outputs, scaled)
+        self.notify(self._observer.note_scaled, outputs, scaled)
         return scaled
 
     def _unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
         if scaler.is_enabled():
-            self.report(self._observer.begin_unscale, optimizer)
+            self.notify(self._observer.begin_unscale, optimizer)
         return original(scaler, optimizer)
 
     def _scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not scaler.is_enabled():
             return original(scaler, optimizer, *args, **kwargs)
-        self.report(self._observer.begin_scaler_step, scaler, optimizer)
+        self.notify(self._observer.begin_scaler_step, scaler, optimizer)
         steps, has_stepped = self._steps, True
         try:
             result = original(scaler, optimizer, *args, **kwargs)
             has_stepped = self._steps > steps
         finally:
-            self.report(self._observer.end_scaler_step, optimizer, has_stepped=has_stepped)
+            self.notify(self._observer.end_scaler_step, optimizer, has_stepped=has_stepped)
         return result
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def _zero_grad(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        self.report(self._observer.note_cleared)
+        self.notify(self._observer.note_cleared)
         return original(optimizer, *args, **kwargs)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        self.report(self._observer.begin_step, optimizer, has_closure=callable(closure))
+        self.notify(self._observer.begin_step, optimizer, has_closure=callable(closure))
         if not callable(closure) or self.error is not None:
             return None
 
         @functools.wraps(closure)
         def observed() -> Any:
             loss = closure()
-            self.report(self._observer.end_closure, optimizer)
+            self.notify(self._observer.end_closure, optimizer)
             return loss
 
         if "closure" in kwargs:
@@ -168,14 +168,14 @@ class Hooks:
     def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
             self._steps += 1
-            self.report(self._observer.end_step, optimizer)
+            self.notify(self._observer.end_step, optimizer)
 
     def _control_step(self, original: Callable[..., Any], control: Any, *args: Any, **kwargs: Any) -> Any:
-        self.report(self._observer.begin_control, control)
+        self.notify(self._observer.begin_control, control)
         try:
             return original(control, *args, **kwargs)
         finally:
-            self.report(self._observer.end_control)
+            self.notify(self._observer.end_control)
 
 
 class _ControlCallback:
@@ -185,7 +185,7 @@ class _ControlCallback:
         self._hooks = hooks
 
     def __call__(self, record: events.StepRecord) -> None:
-        self._hooks.report(self._hooks._observer.control_step, record)
+        self._hooks.notify(self._hooks._observer.control_step, record)
 
     def log(self, **numbers: Any) -> None:
-        self._hooks.report(self._hooks._observer.log, **numbers)
+        self._hooks.notify(self._hooks._observer.log, **numbers)

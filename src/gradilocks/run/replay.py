@@ -68,7 +68,7 @@ class Call:
     saved_tensors_hooks: list[tuple[Any, Any]]
     """Hooks installed by `with` blocks of the script."""
     versions: list[int]
-    """Of the inputs before the call."""
+    """Version counters of the inputs before the call."""
     has_graph: bool = False
     """True if an output can receive a gradient."""
     norms: list[Tensor] = field(default_factory=list)
@@ -346,7 +346,7 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, is_truncated:
             return _before_input(replay.output, replay, replays)
     doubts = [replay.reason for replay in replays if replay.reason]
     doubts += [
-        f"{type(replay.call.module).__name__} returned NaN or Inf, perhaps not for this loss; nothing else was found"
+        f"{type(replay.call.module).__name__} returned NaN or Inf, which may not have entered this loss"
         for replay in replays
         if (replay.harmless and found) or (replay.was_nonfinite and replay not in used)
     ]
@@ -363,7 +363,7 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, is_truncated:
 
 
 def _before_input(origin: Origin, replay: _Replay, replays: list[_Replay]) -> Culprit:
-    """The culprit; if NaN or Inf was in an input, the origin in the earlier call that returned it, if there is one."""
+    """The culprit of an origin, or of the earlier call that returned the NaN or Inf if the origin is an input."""
     if origin.source in ("data", "computed"):
         for earlier in replays[: replays.index(replay)]:
             if earlier.output is not None:
@@ -388,7 +388,7 @@ def _after_modules(replays: list[_Replay], loss_value: str) -> Culprit:
     name, phase = type(last.call.module).__name__, "forward" if loss_value else "backward"
     value = loss_value or value
     text = f"first {value}: in the script's own code after {name} ({phase}); the outputs of all modules are finite, "
-    text += "the loss is not" if loss_value else "the gradient of these outputs is not"
+    text += "but the loss is not" if loss_value else "but their gradient is not"
     return Culprit(True, text, value=value, source="script", phase=phase)
 
 

@@ -31,7 +31,7 @@ MAX_REPLAYS = 20
 """Non-finite steps replayed per run. A replay takes about as long as ten steps."""
 MAX_SEARCHES = 8
 """Searches for parameter names. Each takes 0.1 s, and some scripts create an optimizer for every batch."""
-MAX_ALIKE = 4
+MAX_EQUAL = 4
 """Optimizers with the same class and shapes that are recorded separately."""
 
 
@@ -45,7 +45,7 @@ class _OptimizerEntry:
     sample: WeightSample
     step: int = 0
     used: tuple[weakref.ref[Tensor], weakref.ref[Tensor], int] | None = None
-    """A parameter, its gradient in the last step, and the gradient's version after it."""
+    """A parameter, its gradient in the last step, and the gradient's version after that step."""
     has_leftover: bool = False
     """True if this gradient was not cleared before the latest backward."""
 
@@ -344,8 +344,8 @@ class StepObserver:
         params = parameters([optimizer])
         signature = type(optimizer), tuple(param.shape for param in params)
         equal = [entry for entry in self._entries if entry.signature == signature]
-        # Unused optimizers in a reference cycle still exist, so the oldest of MAX_ALIKE equal ones is replaced, too.
-        replaceable = [entry for entry in equal if entry.optimizer() is None] or equal[: len(equal) // MAX_ALIKE]
+        # Unused optimizers in a reference cycle still exist, so the oldest of MAX_EQUAL equal ones is replaced, too.
+        replaceable = [entry for entry in equal if entry.optimizer() is None] or equal[: len(equal) // MAX_EQUAL]
         if replaceable:
             replaceable[0].optimizer, replaceable[0].sample = weakref.ref(optimizer), WeightSample(params)
             replaceable[0].used = None

@@ -117,7 +117,7 @@ class Case:
 
     @property
     def gains(self) -> Floats:
-        """How much better the loss of each step is than the first one."""
+        """Improvement of the loss of each step over the first loss; negative if it is worse."""
         return (self.steps.loss - self.summary.first_loss) * (1 if self.is_maximized else -1)
 
     @property
@@ -159,8 +159,9 @@ def verdict(run: Run, findings: list[Finding] | None = None) -> Verdict:
     findings = find(run) if findings is None else findings
     worst = findings[0] if findings else None
     if worst is not None and worst.severity != "note":
-        # With several optimizers, the earliest culprit is the cause.
-        explained = [f for f in findings if f.rule in NONFINITE_RULES and f.culprit]
+        # With several optimizers, the earliest culprit is the cause; an earlier skip of the same optimizer is not.
+        others = [f for f in findings if f.optimizer != worst.optimizer or worst.rule == "diverged"]
+        explained = [f for f in [worst, *others] if f.culprit and f.rule in NONFINITE_RULES and f.severity != "note"]
         is_explained = explained and worst.rule in (*NONFINITE_RULES, "diverged")
         where = f"; {min(explained, key=lambda finding: finding.step or 0).culprit}" if is_explained else ""
         return Verdict(f"{worst.severity.capitalize()}: {worst.title.rstrip('.')}{where}.", worst.severity)
@@ -183,7 +184,7 @@ def diverged(case: Case) -> Finding | None:
     """The loss rose a hundredfold together with the gradient norm or the updates, or tenfold without recovering.
 
     In healthy runs with moving targets (reinforcement learning) the loss may rise a hundredfold, but the norm only
-    tenfold. When a task gets harder both may rise, but not the updates.
+    tenfold. When a task becomes harder both may rise, but not the updates.
     """
     steps, rows, first, final = case.steps, case.steps.finite_loss, case.summary.first_loss, case.summary.final_loss
     if len(rows) < 3 or not steps.applied.any() or case.is_maximized:
@@ -247,8 +248,8 @@ def _cause_of_rise(case: Case, row: int) -> tuple[str, dict[str, float]]:
     if new >= 2 * old > 0:
         cause = "The learning rate had just risen from {old_lr} to {new_lr}: lower its peak or lengthen the warm-up."
     elif row >= 10 and loss[row] >= 100 * before > 0 and before <= 3 * case.summary.first_loss:
-        cause = "It rose in one step, from about {loss_before} to {loss_at_rise}: check the batch of that step first, "
-        cause += f"then the learning rate{rate}. ClipByNorm or SkipSpikes limits the effect of one batch."
+        cause = "The loss rose in one step, from about {loss_before} to {loss_at_rise}: check the batch of that step "
+        cause += f"first, then the learning rate{rate}. ClipByNorm or SkipSpikes limits the effect of one batch."
     else:
         cause = f"Lower the learning rate{rate} to a tenth, lengthen the warm-up, or clip the norm."
     return cause, numbers
@@ -301,7 +302,7 @@ def corrupt_weights(case: Case) -> Finding | None:
         "problem",
         "Weights contain NaN or Inf since step {step}" + earlier,
         f"Step {{step}} was applied with NaN or Inf in the gradients{rank}. {{origin}}"
-        + ("The last loss before it was {loss_before}. " if len(before) else "")
+        + ("The last finite loss before this step was {loss_before}. " if len(before) else "")
         + ("Continue from a checkpoint before step {step}. " if first else "")
         + SKIP_ADVICE,
         values={"origin": origin, **numbers},
@@ -316,7 +317,7 @@ def nonfinite_loss(case: Case) -> Finding | None:
     if not len(rows) or (steps.nonfinite & steps.applied).any():
         return None
     text = "{origin}NaN or Inf did not reach the weights, but buffers such as BatchNorm's may contain them. "
-    text += "Check the batches, and what the loss divides by or takes the logarithm of."
+    text += "Check the batches, and the divisions and logarithms in the loss."
     since = _nonfinite_loss_since(steps)
     if since == 0 or (since is not None and len(steps) - since >= 3):
         origin, culprit = _origin(case, rows[rows >= since])
@@ -411,7 +412,7 @@ def _origin(case: Case, rows: Rows) -> tuple[str, str | None]:
         sentence = f"{text[:1].upper()}{text[1:]}. " if step == case.step(rows[0]) else f"Step {step:,}: {text}. "
         return sentence, text if record.get("known") else None
     if case.run.header.get("source") == "control":
-        return "`gradilocks run` finds the operation that produced it. ", None
+        return "`gradilocks run` finds the operation that produced the NaN or Inf. ", None
     return "", None
 
 
@@ -421,7 +422,7 @@ def _origin(case: Case, rows: Rows) -> tuple[str, str | None]:
 def no_gradient(case: Case) -> Finding | None:
     """No parameter has a gradient, or all gradients are zero although the loss is not.
 
-    A hinge or triplet loss is zero once every example satisfies it, and so are its gradients.
+    A hinge or triplet loss and its gradients are zero once every example satisfies the margin.
     """
     steps = case.steps
     if len(steps) < 5:
@@ -443,7 +444,7 @@ def no_gradient(case: Case) -> Finding | None:
     return _finding(
         "problem",
         "All gradients are zero in {zero_share} of the steps"
-        + (", and the loss is not" if (steps.loss[unsolved] != 0).all() and steps.has_loss.all() else ""),
+        + (", but the loss is not" if (steps.loss[unsolved] != 0).all() and steps.has_loss.all() else ""),
         "First: step {step}. Units may be dead, or the loss is clamped or multiplied by zero. In float16 small "
         "gradients are rounded to zero: use loss scaling.",
         values={"step": case.step(np.flatnonzero(unsolved)[0]), "zero_share": unsolved.mean()},
@@ -472,8 +473,8 @@ def unchanged_weights(case: Case) -> Finding | None:
             + (
                 "Check the optimizer and the schedule."
                 if is_zero
-                else "It is rounded away (a small learning rate on bfloat16 or float16 weights: keep float32 copies, "
-                "as gradilocks.optim with master_weights=True does), or something restores the old weights."
+                else "It may be too small for bfloat16 or float16 weights and rounded away: gradilocks.optim with "
+                "master_weights=True keeps float32 copies. Or the script restores the old weights."
             ),
             values={"measured": int(measured.sum()), "step": case.step(0), "lr": 0.0},
         )
@@ -485,7 +486,7 @@ def unchanged_weights(case: Case) -> Finding | None:
     return _finding(
         "warning",
         "The learning rate was {lr} in {resting:step}, which changed no weight",
-        "First: step {step}; last: step {last_step}. Check whether the schedule ends before training does.",
+        "First: step {step}; last: step {last_step}. Check that the schedule lasts until training ends.",
         values={
             "lr": 0.0,
             "resting": len(resting),
@@ -510,8 +511,8 @@ def clipped_before_unscale(case: Case) -> Finding | None:
     return _finding(
         "problem",
         "Gradients are clipped before they are unscaled",
-        "In {wrong} of {clipped:clipped step} the norm (median {norm}) was below the limit of {max_norm}, but the clip "
-        "saw it multiplied by the scale ({last_scale}). The steps are far too small: call "
+        "In {wrong} of {clipped:clipped step} the norm (median {norm}) was below the limit of {max_norm}, but it was "
+        "compared with the limit while multiplied by the scale ({last_scale}). The steps are far too small: call "
         "`scaler.unscale_(optimizer)` before `clip_grad_norm_`.",
         values={
             "wrong": len(rows),
@@ -544,8 +545,8 @@ def missing_zero_grad(case: Case) -> Finding | None:
 def not_learning(case: Case) -> Finding | None:
     """The loss did not change beyond its noise, although a change by a tenth would have been visible.
 
-    A warning only if the size of the updates explains it: the loss is also constant while a curriculum gets harder, or
-    when training continues from good weights.
+    A warning only if the size of the updates explains it: the loss is also constant while a curriculum becomes harder,
+    or when training continues from good weights.
     """
     steps = case.steps
     losses = steps.loss[steps.applied & np.isfinite(steps.loss)]
@@ -582,7 +583,7 @@ def not_learning(case: Case) -> Finding | None:
     elif update < 1e-5:
         reason = size + " is too small."
         if case.summary.clipped_share > 0.9:
-            reason += " Or the clip limit is, for example because gradients are clipped before they are unscaled."
+            reason = size + " or the clip limit is too small, for example if gradients are clipped before unscaling."
     elif update > 0.1:
         reason = size + " is too high."
     return _finding(
@@ -651,7 +652,7 @@ def zero_gradients(case: Case) -> Finding | None:
 
 
 def spikes(case: Case) -> Finding | None:
-    """The norm was ten times its usual value."""
+    """The norm was ten times its usual value or more."""
     steps = case.steps
     ratios = _spikes(steps.norm)
     if not ratios:

@@ -96,7 +96,7 @@ def duration(seconds: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Local date and time of a Unix time; "" for a number that is none.
+    """Local date and time of a Unix time; "" for a number that is not a time.
 
     Example:
         >>> moment(1e18), moment(float("nan"))

@@ -114,7 +114,7 @@ def _lines(run: Run) -> Iterator[RenderableType]:
             yield Text(f"step {step:,}: {text}")
     quiet = time.time() - run.last_time
     if run.end is not None:
-        yield Text(f"ended: {clean(run.end.get('status', 'finished'))}", "dim")
+        yield Text(f"status: {clean(run.end.get('status', 'finished'))}", "dim")
     elif run.last_time and quiet > QUIET:
         yield Text(f"no update for {duration(quiet)}", "yellow")
 
