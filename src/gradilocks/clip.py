@@ -507,7 +507,7 @@ class Chain:
 
 
 def chain(*policies: object) -> Chain:
-    """Applies clip policies one after the other; each receives the norms after the previous ones.
+    """Applies clip policies one after the other; each policy receives the norms as clipped by the previous ones.
 
     If one policy rejects a step, the step is skipped and no policy updates its state.
 

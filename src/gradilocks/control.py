@@ -58,7 +58,7 @@ class GradientControl:
         on_nonfinite: "skip", or "raise" to raise NonFiniteGradient after a skipped step. "raise" waits for the device
             at every step.
         give_up_after: raise NeverFinite after this many consecutive non-finite steps; None for no limit. Every
-            `step(only=)` counts as a step, so that of an optimizer with finite gradients ends the run of another.
+            `step(only=)` counts as a step: a finite step of one optimizer resets the count for all.
         mesh: DeviceMesh or ProcessGroup of the ranks that train the model; None for all ranks.
         distinct: names of the dimensions of `mesh` along which ranks hold different parameters, such as ("pp", "ep").
         share: function of (name, parameter) that returns the weight of this rank's elements in sums over ranks, or
@@ -200,7 +200,7 @@ class GradientControl:
             if not callable(closure):
                 raise TypeError(f"step() takes a closure or only=optimizer, got {type(closure).__name__}.")
             return self._step_with_closure(closure)
-        inputs, plan = self._inputs(indices, moves=only is None), self._plan(indices)
+        inputs, plan = self._inputs(indices, updates_scale=only is None), self._plan(indices)
         if plan.names_by_rank is None:
             self._compare_ranks(plan)
         try:
@@ -208,10 +208,9 @@ class GradientControl:
                 self._phases[i].is_stepping = True
             decision = plan.step(inputs)
         finally:
-            # After an error too: a second attempt would divide by the scale again.
             for i in indices:
                 self._phases[i].is_stepping = False
-                self._phases[i].enter(Phase.USED)
+                self._phases[i].enter(Phase.USED)  # After an error too, so that a second step() cannot divide again.
         return self._finish(indices, decision, inputs)
 
     @torch.no_grad()
@@ -362,7 +361,7 @@ class GradientControl:
             plan = self._plans[indices] = StepPlan(optimizers, self._names, self._state, self._clip, layout)
         return plan
 
-    def _inputs(self, indices: tuple[int, ...], *, moves: bool = True) -> StepInputs:
+    def _inputs(self, indices: tuple[int, ...], *, updates_scale: bool = True) -> StepInputs:
         """Checks the phases and returns the arguments of the next step."""
         phases = [self._phases[i] for i in indices]
         if self._state.policy is not None and not self._has_stages:
@@ -380,11 +379,11 @@ class GradientControl:
         if len(self._losses) > 1:
             loss = torch.stack([value.float().to(self._losses[0].device) for value in self._losses]).sum()
         has_subscribers = bool(self._callbacks or PROCESS_WIDE)
-        return StepInputs(all(unscaled) or self._state.policy is None, moves, overflow, loss, has_subscribers)
+        return StepInputs(all(unscaled) or self._state.policy is None, updates_scale, overflow, loss, has_subscribers)
 
     def _finish(self, indices: tuple[int, ...], decision: Decision, inputs: StepInputs) -> Outcome:
         for i in indices:
-            self._phases[i].pending = None if inputs.moves else decision
+            self._phases[i].pending = None if inputs.updates_scale else decision
         self._losses.clear()
         plan, names = self._plans[indices], self._names
         outcome = Outcome(
@@ -404,7 +403,7 @@ class GradientControl:
             for callback in [*self._callbacks, *PROCESS_WIDE]:
                 callback(record)
         if decision.rank_rows is not None:
-            self._rank_check.add(decision.rank_rows)
+            self._rank_check.check(decision.rank_rows)
         if self._streak.reached(self._state.streak):
             raise never_finite_error(outcome, int(self._state.streak), min_scale=self._state.min_scale)
         if self._on_nonfinite == "raise" and outcome.skipped and not outcome.rejected:
@@ -412,7 +411,7 @@ class GradientControl:
         return outcome
 
     def _compare_ranks(self, plan: StepPlan) -> None:
-        """Exchanges settings and parameter names with the other ranks, at the first step of a plan."""
+        """At the first step of a plan: compares settings and names over ranks; raises if no rank has a gradient."""
         layout = plan.layout or self._replicas
         if plan.names_by_rank is not None:
             return
@@ -493,5 +492,5 @@ class GradientControl:
             phase.is_stepping = False
         if not evaluations:
             raise ScaleMisuse(f"{type(self.optimizers[0]).__name__}.step did not call the closure.")
-        plan.advance(evaluations[-1][0], moves=True)
+        plan.advance(evaluations[-1][0], updates_scale=True)
         return self._finish((0,), *evaluations[-1])

@@ -29,7 +29,7 @@ class StepRecord:
     time: float
     """`time.time()` at the end of the step."""
     is_unscaled: bool = False
-    """True if `unscale_` was called, so that the outcome's statistics are of unscaled gradients."""
+    """True if the outcome's statistics are of unscaled gradients: after `unscale_`, or without scaling."""
 
 
 Callback = Callable[[StepRecord], object]

@@ -117,7 +117,9 @@ class Outcome:
 
     @property
     def statistics(self) -> Tensor:
-        """[5, n] on the device: norm, largest magnitude and counts of zeros, NaN and Inf of each scaled gradient.
+        """[5, n] on the device: norm, largest magnitude and counts of zeros, NaN and Inf of each gradient.
+
+        The gradients are those at `step()`: scaled, unless `unscale_` was called.
 
         On a CPU without the C extension they are measured only if the control has a subscriber; otherwise this raises
         RuntimeError.
@@ -243,7 +245,7 @@ class RankCheck:
         self._count = 0
         self._copy: HostCopy | None = None
 
-    def add(self, rows: Tensor) -> None:
+    def check(self, rows: Tensor) -> None:
         """Checks the rows of all ranks. Called after every step."""
         if rows.is_cuda:
             if torch.cuda.is_current_stream_capturing():

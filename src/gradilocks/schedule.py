@@ -76,7 +76,7 @@ class Scheduler:
             self._calls_ahead += bool(copies) and all(copy.read() for copy in copies)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the inner scheduler's state and the number of calls it is ahead. A bare scheduler can load it."""
+        """Returns the inner scheduler's state and the number of advances to omit. A bare scheduler can load it."""
         self._read_pending(wait=True)
         return {**self._inner.state_dict(), **({_DEBT: self._calls_ahead} if self._calls_ahead else {})}
 

@@ -64,6 +64,7 @@ def clip_grad_norm_(
         groups = by_device(grads)
         total, mesh = _total_norm(params, grads, groups, order)
         norm = _returned_norm(total, mesh, groups, order, error_if_nonfinite)
+        # The rounded norm needs no conversion later; a DTensor cannot be combined with local tensors.
         _multiply(groups, norm if mesh is None and isinstance(total, Tensor) else total, bound)
         return norm
 

@@ -1,8 +1,8 @@
 """`torch.amp.GradScaler` without torch's defects.
 
 torch's class touches gradients in one method, `_unscale_grads_`, which `unscale_` and `step` call. torch's method is
-called where it is correct and replaced where it is not; the order of calls, the errors, `state_dict` and pickling
-remain torch's code.
+called where it is correct and replaced where it is not. `step` repeats torch's code for optimizers that skip by
+themselves; everything else extends torch's methods.
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ class GradScaler(torch.amp.GradScaler):
             if not self._min_scale <= scale.item() <= self._max_scale:
                 scale.clamp_(self._min_scale, self._max_scale)
             return
-        # An operation on a GPU takes 5 to 15 us. With the default bounds the scale is clamped once in several
-        # updates, to a floor from which it cannot leave the bounds before the next clamp.
+        # An operation on a GPU takes 5 to 15 us. With the default bounds the scale is clamped once in `interval`
+        # updates, to a floor above min_scale by the factor that it can fall in between.
         self._updates += 1
         interval = self._clamp_interval()
         if self._updates % interval == 0 or new_scale is not None:
@@ -264,7 +264,7 @@ class ScalerOutcome:
     def culprits(self) -> tuple[str, ...]:
         """Names of the parameters with non-finite gradients, in backward order.
 
-        The first access reads the gradients, so read it before they are cleared; later, and on ranks whose own
+        The first access reads the gradients, so read it before they are cleared. Afterwards, and on ranks whose own
         gradients are finite, the result is empty. `torch.nn.utils.clip_grad_norm_` spreads one NaN to all gradients;
         `gradilocks.clip_grad_norm_` does not.
         """
@@ -279,7 +279,7 @@ class ScalerOutcome:
         return self._culprits
 
     def copy_numbers(self, *, has_more_optimizers: bool) -> None:
-        """Copies the scale, which `update` changes in place, and the flags if torch adds those of other optimizers."""
+        """Copies the scale, and the flags if `update` will add those of other optimizers to them in place."""
         if isinstance(self._scale, Tensor):
             self._scale = self._scale.item() if self._scale.device.type == "cpu" else self._scale.clone()
             self._flags = [flag.clone() for flag in self._flags] if has_more_optimizers else self._flags

@@ -18,7 +18,7 @@ from gradilocks.ranks.layout import is_dtensor, local
 from gradilocks.torch_private import local_tensor
 
 EMPTY = 16
-"""Placeholder address of a tensor without elements, so that its parameter's steps are counted. Never read."""
+"""Address for a tensor without elements: not 0, which means no gradient, so that the step is counted. Never read."""
 
 _dtype_of = attrgetter("dtype")
 
@@ -92,7 +92,8 @@ class AddressReader:
         """The address of each tensor: 0 for None, `EMPTY` for one without elements.
 
         Returns:
-            An array that the next call overwrites; None if a tensor is laid out differently than its parameter.
+            An array that the next call overwrites; None if a tensor is laid out differently than its parameter, or if a
+            parameter is not dense.
 
         Raises:
             RuntimeError: if the storage of a tensor was freed.

@@ -201,7 +201,7 @@ class PointerTable:
     def refresh(self, addresses: array[int], settings: list[float]) -> None:
         """Copies gradient addresses and settings to the device if they have changed.
 
-        A captured table is always copied, since another graph may have changed it before the replay.
+        While the user captures, the copy is part of the graph and repeated at each replay.
         """
         if self._keep is None and addresses == self._addresses and settings == self._settings:
             return

@@ -142,12 +142,13 @@ class RecordedStep:
         self._count = 0
         self._graphs: dict[object, torch.cuda.CUDAGraph | None] = {}
         self._is_recordable = device.type == "cuda" and not self._is_captured
-        self._twins: list[RecordedStep] = []
+        self._user_graph_steps: list[RecordedStep] = []
+        """One for each step that the user has captured. Slot -1 - i means element i."""
         if keep is not None:
             _captured.append((self, keep))
 
     def run(self, grads: list[Tensor | None], inputs: StepInputs) -> Decision | None:
-        """Performs one step. Every gradient is measured; `inputs.detail` has no effect.
+        """Performs one step. Every gradient is measured; `inputs.needs_statistics` has no effect.
 
         Returns:
             None if a gradient has another layout than its parameter.
@@ -174,24 +175,24 @@ class RecordedStep:
         """
         if is_capturing(self.device) and not self._is_captured:
             # Eager steps must not overwrite the tables that the user's graph reads.
-            twin = RecordedStep(self._params, self._step, order=self._order, fused=self._fused, layout=self._layout)
-            self._twins.append(twin)
-            twin.launch(addresses, inputs)
-            self.rows = twin.rows
-            return -len(self._twins)
+            captured = RecordedStep(self._params, self._step, order=self._order, fused=self._fused, layout=self._layout)
+            self._user_graph_steps.append(captured)
+            captured.launch(addresses, inputs)
+            self.rows = captured.rows
+            return -len(self._user_graph_steps)
         self._table.refresh(addresses, [] if self._fused is None else self._fused.settings())
         if inputs.overflow is not None:
             self._buffers.overflow.copy_(inputs.overflow, non_blocking=True)
         elif self._has_overflow:
             self._buffers.overflow.zero_()
         self._has_overflow = inputs.overflow is not None
-        key = inputs.is_unscaled, inputs.moves
-        flags = {"unscaled": inputs.is_unscaled, "moves": inputs.moves}
+        key = inputs.is_unscaled, inputs.updates_scale
+        flags = {"unscaled": inputs.is_unscaled, "updates_scale": inputs.updates_scale}
         if self._layout is None:
             self._replay(key, partial(self._launch, measure=True, decide=True, **flags))
         else:
             self._write_loss(inputs.loss)
-            self._replay("measure", partial(self._launch, measure=True, decide=False, unscaled=False, moves=False))
+            self._replay("measure", partial(self._launch, measure=True, decide=False))
             if self._has_overflow:
                 self._own_row[RANK_ROW.index("scale")].neg_()
             self._buffers.rows.copy_(gather_rows(self._own_row, self._layout))
@@ -207,12 +208,13 @@ class RecordedStep:
             OutcomeExpired: if they have been overwritten.
         """
         if slot < 0:
-            return self._twins[-slot - 1].last_row()
+            return self._user_graph_steps[-slot - 1].last_row()
         return self._slot(self._buffers.ring, slot)
 
     def last_row(self) -> Tensor:
         """The row of the latest step; for a step in the user's graph, of the latest replay."""
-        return self._twins[-1].last_row() if self._twins else self._slot(self._buffers.ring, self._count - 1)
+        latest = self._user_graph_steps[-1] if self._user_graph_steps else self
+        return latest._slot(latest._buffers.ring, latest._count - 1)
 
     def statistics(self, slot: int) -> Tensor:
         """float64 [5, n]: the statistics of each gradient, see `kernels.measure`.
@@ -221,7 +223,7 @@ class RecordedStep:
             OutcomeExpired: if they have been overwritten.
         """
         if slot < 0:
-            return self._twins[-slot - 1].statistics(0)
+            return self._user_graph_steps[-slot - 1].statistics(0)
         return self._slot(self._buffers.statistics, slot)
 
     def _slot(self, ring: Tensor, slot: int) -> Tensor:
@@ -239,7 +241,7 @@ class RecordedStep:
             self._own_row[at].copy_(loss, non_blocking=True)
 
     def _replay(self, key: object, launch: Callable[[], None]) -> None:
-        """Launches kernels, directly the first time, which compiles them, and as a graph from then on."""
+        """Launches kernels: the first call of a key compiles them, the second captures a graph, others replay it."""
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()  # Selects the graph's device itself.
@@ -266,13 +268,13 @@ class RecordedStep:
             return None
         return graph
 
-    def _launch(self, *, measure: bool, decide: bool, unscaled: bool, moves: bool) -> None:
+    def _launch(self, *, measure: bool, decide: bool, unscaled: bool = False, updates_scale: bool = False) -> None:
         update = None if self._update is None else self._update.arguments
         if measure:
             launch_measure(self._table.rows[GRAD], self._chunks, self._buffers.partial, order=self._order)
         launch_decide(
             self._chunks, self._buffers, self._step, update,
-            order=self._order, reduce=measure, decide=decide, unscaled=unscaled, moves=moves,
+            order=self._order, reduce=measure, decide=decide, unscaled=unscaled, updates_scale=updates_scale,
         )  # fmt: skip
         if decide and self._update is not None:
             self._update.launch(self.skip, self.divisor)

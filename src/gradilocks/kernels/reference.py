@@ -25,7 +25,7 @@ STATISTICS = ("norm", "largest", "zeros", "nan", "inf")
 """Rows of the tensor that `measure` returns."""
 
 LOW_ADDRESS = 1 << 40
-"""A view of freed storage has its offset as its address. It is below this bound; few valid addresses are."""
+"""`data_ptr()` of a tensor whose storage was freed is its offset, below this bound. Few valid addresses are."""
 _HALF = (torch.float16, torch.bfloat16)
 _dtype_of = attrgetter("dtype")
 _ROW = 128

@@ -257,13 +257,13 @@ def _decide_kernel(
     table_ptr, groups_ptr, settings_ptr, coefficients_ptr,
     chunks, tensors, ranks, statistics_size, ring_size,
     ORDER: tl.constexpr, REDUCE: tl.constexpr, DECIDE: tl.constexpr,
-    UNSCALED: tl.constexpr, MOVES: tl.constexpr, UPDATE: tl.constexpr, BLOCK: tl.constexpr,
+    UNSCALED: tl.constexpr, UPDATES_SCALE: tl.constexpr, UPDATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Decides one step, updates the scale, and computes the optimizers' coefficients unless the step is skipped.
 
         norm = (Σ power)^(1/p), rounded once to float32;  unscaled = norm / scale
         multiplier = min(1, max_norm / (unscaled + 1e-6)) / scale
-        skip if any element is NaN or Inf, if ranks disagree on scale or step, or if the multiplier overflows
+        skip if any element is NaN or Inf, if ranks differ in scale or step, or if a result would overflow
 
     With REDUCE there is one program per tensor, which reduces its chunks; the last one to finish writes this rank's row
     and continues. With DECIDE it decides from the rows of all ranks. A single rank does both in one launch.
@@ -297,9 +297,9 @@ def _decide_kernel(
                 powers = tl.maximum(powers, power) if ORDER == 0 else powers + power
                 nonfinites += tl.load(rank_row + 1, mask=inside, other=0.0)
                 peaks = tl.maximum(peaks, tl.load(rank_row + 5, mask=inside, other=0.0))
-                has_scale = tl.load(rank_row + 6, mask=inside, other=0.0) == tl.load(rows_ptr + 6)
-                has_step = tl.load(rank_row + 7, mask=inside, other=0.0) == tl.load(rows_ptr + 7)
-                differences += (inside & ((has_scale & has_step) == 0)).to(tl.int32)
+                is_same_scale = tl.load(rank_row + 6, mask=inside, other=0.0) == tl.load(rows_ptr + 6)
+                is_same_step = tl.load(rank_row + 7, mask=inside, other=0.0) == tl.load(rows_ptr + 7)
+                differences += (inside & ((is_same_scale & is_same_step) == 0)).to(tl.int32)
             norm = _root(powers, ORDER)
             fits = (norm >= 1.1754943508222875e-38) & (norm <= 3.4028234663852886e38)
             norm = tl.where(fits, norm.to(tl.float32).to(tl.float64), norm)
@@ -343,7 +343,7 @@ def _decide_kernel(
             tl.store(launches_ptr, launch + 1)
             tl.store(steps_ptr, step)
             tl.store(streak_ptr, tl.where(is_skipped, tl.load(streak_ptr) + 1, 0))
-            if MOVES:
+            if UPDATES_SCALE:
                 _update_scale(rules_ptr + 2, scale_ptr, tracker_ptr, hysteresis_ptr, is_skipped)
             if UPDATE:
                 if is_skipped == 0:
@@ -616,7 +616,7 @@ class StepBuffers(NamedTuple):
     statistics: Tensor
     """float64 [k, 5, n], ring of statistics"""
     launches: Tensor
-    """int64, 0-d, number of launches so far"""
+    """int64, 0-d, number of steps decided so far"""
     ring: Tensor
     """float64 [k, 10], ring of rows"""
 
@@ -662,7 +662,7 @@ def launch_decide(
     reduce: bool,
     decide: bool,
     unscaled: bool,
-    moves: bool,
+    updates_scale: bool,
 ) -> None:
     """Reduces the results of `launch_measure`, writes this rank's row and decides the step.
 
@@ -673,13 +673,14 @@ def launch_decide(
         reduce: True to reduce and write the row.
         decide: True to decide from the rows of all ranks.
         unscaled: True if the gradients are already unscaled.
-        moves: True to update the scale.
+        updates_scale: True to update the scale.
     """
     tensors, ranks = buffers.statistics.shape[2], buffers.rows.shape[0]
     _decide_kernel[(tensors if reduce else 1,)](
         chunks.first, chunks.count, *buffers, *step, *(update or (buffers.row,) * 4),
         chunks.total, tensors, ranks, buffers.statistics.shape[0], buffers.ring.shape[0],
-        ORDER=ORDERS[order], REDUCE=reduce, DECIDE=decide, UNSCALED=unscaled, MOVES=moves, UPDATE=update is not None,
+        ORDER=ORDERS[order], REDUCE=reduce, DECIDE=decide, UNSCALED=unscaled,
+        UPDATES_SCALE=updates_scale, UPDATE=update is not None,
         BLOCK=_lanes(chunks.longest, tensors, ranks), num_warps=4,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ def has_master(param: Tensor, group: dict[str, Any]) -> bool:
 class FusedStep:
     """Address tables for the one-pass update of the parameters of one or more `gradilocks.optim` optimizers.
 
-    A control has one for all optimizers that step together. An optimizer whose `step` is called has one of its own.
+    A StepPlan has one for all its optimizers. An optimizer whose `step` is called has one of its own.
 
     All parameters are on one device. The tables are valid for one set of parameters and state tensors; when
     `is_current` returns False, make a new FusedStep. As in torch, a parameter gets its state when it first has a
@@ -54,7 +54,7 @@ class FusedStep:
 
     @classmethod
     def make(cls, optimizers: Sequence[torch.optim.Optimizer]) -> FusedStep | None:
-        """Creates missing optimizer state and the tables.
+        """Creates missing optimizer state and collects the addresses.
 
         Returns:
             None if the kernels do not cover these optimizers: several devices, complex or non-dense parameters,
@@ -200,7 +200,7 @@ class FusedStep:
         addresses = self.reader.read_gradients(grads)
         if addresses is None:
             for optimizer in self._optimizers:
-                optimizer().torch_step(divisor, skip)  # type: ignore[union-attr]
+                optimizer().step_with_torch(divisor, skip)  # type: ignore[union-attr]
             return
         self.run_at(addresses, divisor, skip)
 
@@ -266,7 +266,7 @@ def _rules(optimizers: Sequence[torch.optim.Optimizer]) -> list[str | None]:
 
 
 def _rule(group: dict[str, Any]) -> str | None:
-    """The rule of `_update_kernel` for a parameter group; None if the kernels do not cover it."""
+    """The update rule of a parameter group; None if neither the Triton nor the C kernels cover its options."""
     is_adam = "betas" in group
     if (
         group["maximize"]

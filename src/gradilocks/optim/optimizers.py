@@ -64,12 +64,12 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         if self._fused_step is None or not self._fused_step.is_current():
             self._fused_step = FusedStep.make([self])
         if self._fused_step is None:
-            self.torch_step(grad_scale, found_inf)
+            self.step_with_torch(grad_scale, found_inf)
         else:
             self._fused_step.run([param.grad for param in self._fused_step.params], grad_scale, found_inf)
         return loss
 
-    def torch_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def step_with_torch(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Runs torch's own step, without step hooks.
 
         Args:
@@ -78,9 +78,9 @@ class SinglePassOptimizer(torch.optim.Optimizer):
                 would create momentum buffers, which a skipped step leaves uninitialized.
         """
         with _masters_as_parameters(self):
-            self._step_with_torch(grad_scale, found_inf)
+            self._call_torch_step(grad_scale, found_inf)
 
-    def _step_with_torch(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def _call_torch_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         params = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
         fused = [group["fused"] for group in self.param_groups]
         is_fused = all(fused) and (

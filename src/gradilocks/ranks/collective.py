@@ -121,7 +121,8 @@ def handshake(
 ) -> tuple[Sequence[str], ...]:
     """Compares settings and parameter lists over all ranks, once, at the first step.
 
-    Sends a few hundred bytes per rank. Names are sent only if parameter lists differ, along the `distinct=` dimensions.
+    Sends a few hundred bytes per rank. Names are sent only if parameter lists differ: along the `distinct=`
+    dimensions if that explains all differences, otherwise to all ranks.
 
     Args:
         layout: ranks that decide together.

@@ -40,7 +40,7 @@ class ClipStage:
     """Clip policies with their state, for the parameters that step together.
 
     Args:
-        policies: applied in order; each receives the norms after the previous ones.
+        policies: applied in order; each policy receives the norms as clipped by the previous ones.
         params: the parameters.
         names: their names.
         groups: index and name of each parameter's param group.

@@ -23,7 +23,8 @@ from gradilocks.step.clip_stage import Clipping, ClipStage
 from gradilocks.step.state import StepState
 
 ROW = ("skipped", "rejected", "scale", "norm", "limit", "clipped", "step", "nan", "inf", "largest")
-"""Numbers of one step, in float64. `norm` and `limit` are of the unscaled gradients, `largest` of the scaled ones."""
+"""Numbers of one step, in float64. `norm` and `limit` are of the unscaled gradients, `largest` of the scaled ones.
+`nan` and `inf` count elements of this rank."""
 
 _FLOAT32 = torch.finfo(torch.float32)
 _NAN, _INF = STATISTICS.index("nan"), STATISTICS.index("inf")
@@ -34,21 +35,22 @@ class StepInputs(NamedTuple):
 
     is_unscaled: bool = False
     """True if the gradients are already unscaled."""
-    moves: bool = True
+    updates_scale: bool = True
     """True to update the scale after the step."""
     overflow: Tensor | None = None
     """0-d flag that `unscale_` computed, above 0 for NaN or Inf; None if it was not called."""
     loss: Tensor | None = None
     """0-d, the loss of this rank; None if it has none."""
-    detail: bool = False
-    """True to measure every gradient separately, even if the decision does not need it."""
+    needs_statistics: bool = False
+    """True if a subscriber reads the statistics of each gradient, which the decision may not need."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The choice to step or to skip, and the multiplier of the gradients. All tensors are on the device.
+    """The choice to step or to skip, and the multiplier of the gradients.
 
-    The next recorded step overwrites those of a recorded step; `row` and `statistics` remain readable for longer.
+    Tensors are on the device of the first parameter. Those of a recorded step are overwritten by the next one; `row`
+    works for 1,024 steps and `statistics` for 64.
     """
 
     skip: Tensor
@@ -56,9 +58,11 @@ class Decision:
     multiplier: Tensor | float
     """float64, 0-d: clip factor over scale; 1 for a skipped step. A Python number if the host decided."""
     divisor: Tensor | float
-    """float32, 0-d: the reciprocal of the multiplier."""
+    """float32, 0-d, for optimizers that divide by `grad_scale`: 1 / multiplier, at most the largest float32; inf if the
+    multiplier is 0. A Python number if the host decided."""
     overflow: Tensor
-    """0-d, above 0 if gradients contain NaN or Inf or cannot be unscaled."""
+    """0-d, above 0 if the step is skipped for another reason than a clip policy: NaN, Inf, unscaled gradients that
+    overflow, or ranks that differ."""
     row: Callable[[], Tensor]
     """Returns the numbers named by ROW, 1-d."""
     statistics: Callable[[], Tensor]
@@ -66,6 +70,7 @@ class Decision:
     is_skipped: bool | None = None
     """The skip flag if the host decided; otherwise None."""
     clipping: Clipping | None = None
+    """The result of the clip policies; None after a recorded step or a host step."""
     rank_rows: Tensor | None = None
     """[ranks, len(RANK_ROW)]; None for one rank."""
 
@@ -75,7 +80,7 @@ class Decision:
         return self.row()[ROW.index("largest")]
 
 
-def clip_rule(policies: Sequence[object]) -> ClipByNorm | None:
+def as_clip_by_norm(policies: Sequence[object]) -> ClipByNorm | None:
     """Returns the policies as one ClipByNorm, or None if ClipByNorm cannot express them."""
     if not policies:
         return ClipByNorm(math.inf)

@@ -130,7 +130,7 @@ class HostStep:
             if not math.isfinite(norm):
                 return None
             totals, statistics = Totals(norm, math.nan, 0.0, 0.0), _raise_unmeasured
-            if inputs.detail:  # The decision keeps `norm`, so that a subscriber changes no bit.
+            if inputs.needs_statistics:  # The decision keeps `norm`, so that a subscriber changes no bit.
                 measured = statistics_of(tensors, order=order, detail=True)
                 totals = Totals(norm, float(measured[STATISTICS.index("largest")].amax()), 0.0, 0.0)
                 statistics = partial(torch.clone, measured)
@@ -153,9 +153,9 @@ class HostStep:
             self._fused.run_at(addresses, decision.divisor)
         self._steps.value += 1
         self._streak.value = self._streak.value + 1 if decision.is_skipped else 0
-        if inputs.moves and not decision.is_skipped and self._tracker.value + 1 < self._growth_interval:
+        if inputs.updates_scale and not decision.is_skipped and self._tracker.value + 1 < self._growth_interval:
             self._tracker.value += 1
-        elif inputs.moves:
+        elif inputs.updates_scale:
             self._state.update_scale(decision.overflow > 0, torch.tensor(math.nan))  # The rules ignore `largest`.
         return decision
 

@@ -18,7 +18,7 @@ from gradilocks.torch_private import version_of
 class Phase(enum.Enum):
     """The state of an optimizer's gradients."""
 
-    CLEAR = "no scaled loss since the last step"
+    CLEAR = "no scaled loss since the last step or zero_grad()"
     SCALED = "scaled gradients"
     UNSCALED = "gradients after unscale_()"
     USED = "gradients of a finished step, or of a scale that has changed since"
@@ -86,8 +86,8 @@ class OptimizerPhase:
                 raise ScaleMisuse(_ONTO_UNSCALED)
             self._unscaled_marks = self._mark(all_gradients=True)
             return
-        # The second loss of a GAN may add to used gradients of the first optimizer, which are cleared later. So the
-        # error, and the device read that it needs, wait until the step.
+        # With two optimizers, as in a GAN, a loss may add to old gradients of the other optimizer, which are cleared
+        # before its step. So old gradients are an error, which needs a device read, only if the step finds them.
         if self.phase is Phase.USED:
             self._leftovers = [(mark, mark.is_nonzero()) for mark in self._marks if mark.is_unchanged()]
         elif self._leftovers:

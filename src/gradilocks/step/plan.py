@@ -19,12 +19,12 @@ from gradilocks.names import Names
 from gradilocks.optim.fused_step import FusedStep
 from gradilocks.ranks.layout import Layout, local
 from gradilocks.step.clip_stage import ClipStage
-from gradilocks.step.decide import Decision, StepInputs, clip_rule, decide
+from gradilocks.step.decide import Decision, StepInputs, as_clip_by_norm, decide
 from gradilocks.step.gradients import check_float16, dense_grads, first_device, largest_finite, parameters
 from gradilocks.step.host_step import HostStep
 from gradilocks.step.measure import statistics_of
 from gradilocks.step.state import StepState
-from gradilocks.step.update import can_bypass_step, update, uses_amp_arguments
+from gradilocks.step.update import can_bypass_step, skips_by_found_inf, update
 from gradilocks.torch_private import mark_stepped
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float32, torch.float16, torch
 
 
 class StepPlan:
-    """The steps of optimizers that step together, with their tables and clip policies.
+    """Steps a fixed set of optimizers with one decision.
 
     With the common policies and dtypes, gradients on a GPU take a RecordedStep, and on a CPU a HostStep: the "fast
     step", which measures, decides, counts and updates the scale, and also updates the parameters if a FusedStep covers
@@ -68,12 +68,12 @@ class StepPlan:
         self._has_float16 = torch.float16 in dtypes
         self._has_float64 = bool(dtypes & {torch.float64, torch.complex128})
         self._max_gradient = largest_finite(self.params)
-        self._clip_rule = clip_rule(policies) if state.rules is not None else None
+        self._clip_by_norm = as_clip_by_norm(policies) if state.rules is not None else None
         """None if the policies, or later the parameters, need torch operations."""
         self._fast: RecordedStep | HostStep | None = None
         self._fused: FusedStep | None = None
         """Part of the fast step; None if `update` calls `optimizer.step()`."""
-        # The objects for which the fast step was created, compared by `_is_fast_step_current`.
+        # The settings for which the fast step was created, compared by `_is_fast_step_current`.
         self._bypasses_step = False
         self._state_tensors: dict[str, Tensor] | None = None
         self._sizes: tuple[int, ...] = ()
@@ -82,9 +82,9 @@ class StepPlan:
         """Takes or skips one step."""
         if self._has_float16 and self._state.policy is not None and not inputs.is_unscaled:
             for optimizer in self.optimizers:
-                if not uses_amp_arguments(optimizer):
+                if not skips_by_found_inf(optimizer):
                     check_float16(parameters([optimizer]), self._names)
-        if not self._state.moves:
+        if not self._state.updates_scale:
             inputs = StepInputs(inputs.is_unscaled, False, *inputs[2:])
         grads = [param.grad for param in self.params]
         self._check_present(grads)
@@ -99,7 +99,7 @@ class StepPlan:
             if decision is None:
                 decision = self.decide(tensors, inputs)
                 self._update(decision, tensors)
-                self.advance(decision, moves=inputs.moves)
+                self.advance(decision, updates_scale=inputs.updates_scale)
             else:
                 self._update(decision, tensors)
         return decision
@@ -110,8 +110,8 @@ class StepPlan:
         device = first_device(self.optimizers)
         self._state.to(device)
         if any(tensor is not None for tensor in tensors):
-            # ClipByNorm with a plain scale rule does not use the largest magnitude.
-            is_detailed = inputs.detail or self._clip_rule is None
+            # With one ClipByNorm and a built-in scale the largest magnitude is not used.
+            is_detailed = inputs.needs_statistics or self._clip_by_norm is None
             statistics = statistics_of(tensors, order=self.clip.order, detail=is_detailed).to(device)
         else:  # The other ranks wait for this one, so it contributes zeros.
             statistics = torch.zeros(len(kernels.STATISTICS), len(tensors), dtype=torch.float64, device=device)
@@ -127,14 +127,14 @@ class StepPlan:
         )
 
     @torch.no_grad()
-    def advance(self, decision: Decision, *, moves: bool) -> None:
-        """Counts a step that `decide` decided; updates the scale and the clip policies."""
+    def advance(self, decision: Decision, *, updates_scale: bool) -> None:
+        """Counts the step of a decision that `decide` returned; updates the scale and the clip policies."""
         state = self._state
         state.steps += 1
         state.streak.copy_(torch.where(decision.overflow, state.streak + 1, 0))
         if decision.clipping is not None:
             self.clip.update(decision.clipping, decision.skip == 0)
-        if moves:
+        if updates_scale:
             state.update_scale(decision.overflow, decision.largest, keep_scale=(decision.skip > 0) & ~decision.overflow)
 
     def _update(self, decision: Decision, tensors: Sequence[Tensor | None]) -> None:
@@ -166,7 +166,7 @@ class StepPlan:
         self._check_parameters()
         self._fast = self._fused = None
         device = first_device(self.optimizers)
-        if self._clip_rule is None or self._clip_rule.order not in (1.0, 2.0, math.inf):
+        if self._clip_by_norm is None or self._clip_by_norm.order not in (1.0, 2.0, math.inf):
             return None
         is_recorded = kernels.has_recorded_step(device.type)
         if not is_recorded and (device.type != "cpu" or self.layout is not None):
@@ -179,17 +179,21 @@ class StepPlan:
         dtypes = _DTYPES["cuda" if is_recorded else "cpu"]
         tensors = [local(param) for param in self.params]
         if not all(t.device == device and t.dtype in dtypes and t.layout is torch.strided for t in tensors):
-            self._clip_rule = None
+            self._clip_by_norm = None
             return None
         self._state.to(device)
         self._state_tensors, self._sizes = self._state.tensors, tuple(map(Tensor.numel, self.params))
         self._bypasses_step = all(map(can_bypass_step, self.optimizers))
         self._fused = FusedStep.make(self.optimizers) if self._bypasses_step else None
         if is_recorded:
-            self._fast = self._recorded_step(self._clip_rule, device)
+            self._fast = self._recorded_step(self._clip_by_norm, device)
         else:
             self._fast = HostStep(
-                self.params, self._state, self._clip_rule, max_gradient=self._max_gradient, fused=self._fused
+                self.params,
+                self._state,
+                self._clip_by_norm,
+                max_gradient=self._max_gradient,
+                fused=self._fused,
             )
         return self._fast
 
@@ -201,15 +205,15 @@ class StepPlan:
             return False
         if self._fused is None:
             self._check_parameters()
-            has_device = self.params[0].device == self._state.steps.device
-            return has_device and self._sizes == tuple(map(Tensor.numel, self.params))
+            is_on_state_device = self.params[0].device == self._state.steps.device
+            return is_on_state_device and self._sizes == tuple(map(Tensor.numel, self.params))
         return self._fused.is_current()
 
     def _recorded_step(self, rule: ClipByNorm, device: torch.device) -> RecordedStep:
         from gradilocks.kernels.recorded_step import RecordedStep
         from gradilocks.kernels.triton_kernels import StepTensors
 
-        scale, rules = self._state.tensors, self._state.rules
+        scale_state, rules = self._state.tensors, self._state.rules
         assert rules is not None
         numbers = [
             rule.max_norm,
@@ -223,9 +227,9 @@ class StepPlan:
         ]
         tensors = StepTensors(
             rules=upload(array("d", numbers), device),
-            scale=scale["scale"],
-            growth_tracker=scale["growth_tracker"],
-            hysteresis=scale["hysteresis"],
+            scale=scale_state["scale"],
+            growth_tracker=scale_state["growth_tracker"],
+            hysteresis=scale_state["hysteresis"],
             streak=self._state.streak,
             steps=self._state.steps,
             skip=torch.zeros((), dtype=torch.float32, device=device),

@@ -27,9 +27,9 @@ class StepState:
 
     def __init__(self, policy: ScalePolicy | None) -> None:
         self.policy = policy
-        self.moves = policy is not None and type(policy) is not StaticScale
+        self.updates_scale = policy is not None and type(policy) is not StaticScale
         """False for a constant scale."""
-        self.rules = policy if type(policy) is DynamicScale else None if self.moves else DynamicScale()
+        self.rules = policy if type(policy) is DynamicScale else None if self.updates_scale else DynamicScale()
         """The numbers by which kernels move the scale; None if only the policy's `update` can, as in a subclass."""
         self.tensors: dict[str, Tensor] = dict(initial_state(1.0) if policy is None else policy.init())
         """The policy's state, including "scale"."""
@@ -67,9 +67,9 @@ class StepState:
         Args:
             overflow: 0-d bool, True if a gradient contained NaN or Inf.
             largest: 0-d, largest magnitude of the scaled gradients.
-            keep_scale: 0-d bool, True to leave the scale unchanged because a clip policy rejected the step.
+            keep_scale: 0-d bool, True to leave the policy's state unchanged because a clip policy rejected the step.
         """
-        if self.policy is None or not self.moves:
+        if self.policy is None or not self.updates_scale:
             return
         device = self.steps.device
         new = self.policy.update(dict(self.tensors), overflow.to(device), largest.to(device))

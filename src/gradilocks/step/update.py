@@ -28,15 +28,15 @@ def update(optimizer: Any, tensors: Sequence[Tensor | None], decision: Decision,
     """
     if decision.is_skipped:
         return
-    is_taken = decision.is_skipped is not None  # The host has decided.
-    if uses_amp_arguments(optimizer) and (is_taken or not _needs_host_decision(optimizer, tensors, decision.skip)):
+    host_has_decided = decision.is_skipped is not None
+    if skips_by_found_inf(optimizer) and (host_has_decided or not _host_must_read(optimizer, tensors, decision.skip)):
         _apply_per_tensor(decision, tensors, begin)
-        needs_divisor = not is_taken or decision.divisor != 1.0
+        needs_divisor = not host_has_decided or decision.divisor != 1.0
         divisor = torch.as_tensor(decision.divisor, dtype=torch.float32) if needs_divisor else None
-        with amp_arguments(optimizer, divisor, None if is_taken else decision.skip):
+        with amp_attributes(optimizer, divisor, None if host_has_decided else decision.skip):
             optimizer.step()
         return
-    if not bool(decision.skip):  # The host decides: this optimizer cannot skip by itself.
+    if not bool(decision.skip):  # The host reads the flag: this optimizer cannot skip by itself.
         apply_in_place(decision, tensors, begin)
         optimizer.step()
 
@@ -50,7 +50,7 @@ def apply_in_place(decision: Decision, tensors: Sequence[Tensor | None], begin: 
 
 
 def _apply_per_tensor(decision: Decision, tensors: Sequence[Tensor | None], begin: int) -> None:
-    """Applies the per-tensor and per-row factors and the bound on elements in place."""
+    """Applies all of the clipping but the common factor in place: per-tensor and per-row factors, bound on elements."""
     clipping = decision.clipping
     if clipping is None or (clipping.factors is None and clipping.row_factors is None and clipping.value is None):
         return
@@ -93,7 +93,7 @@ _FUSED_STEPS: tuple[Any, ...] = tuple(
 _OWN_STEP: Any = _step_function(SinglePassOptimizer)
 
 
-def uses_amp_arguments(optimizer: Any) -> bool:
+def skips_by_found_inf(optimizer: Any) -> bool:
     """True if the step is ours or torch's own fused one, which unscales by `grad_scale` and skips by `found_inf`.
 
     A subclass or wrapper with a `step` of its own may ignore both, so only the identical function counts.
@@ -106,7 +106,10 @@ def uses_amp_arguments(optimizer: Any) -> bool:
 
 
 def can_bypass_step(optimizer: Any) -> bool:
-    """True if kernels may replace the call of `optimizer.step`: it is ours, with no hooks but the control's own."""
+    """True if kernels may replace the call of `optimizer.step`.
+
+    The step is ours, has no hooks but the control's own, and the user has set no `grad_scale`.
+    """
     return (
         _step_function(optimizer) is _OWN_STEP
         and not has_other_hooks(optimizer, StepGuard)
@@ -114,7 +117,7 @@ def can_bypass_step(optimizer: Any) -> bool:
     )
 
 
-def _needs_host_decision(optimizer: Any, tensors: Sequence[Tensor | None], skip: Tensor) -> bool:
+def _host_must_read(optimizer: Any, tensors: Sequence[Tensor | None], skip: Tensor) -> bool:
     """True if the host must read the skip flag for this step, because torch's fused step would skip incorrectly.
 
     Fused SGD without momentum buffers: torch allocates them uninitialized, and a skipped step leaves them so; the next
@@ -128,7 +131,7 @@ def _needs_host_decision(optimizer: Any, tensors: Sequence[Tensor | None], skip:
 
 
 @contextmanager
-def amp_arguments(optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> Iterator[None]:
+def amp_attributes(optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> Iterator[None]:
     """Sets `grad_scale` and `found_inf` on a fused optimizer for one step and restores them afterwards.
 
     If the user has set a `grad_scale`, the two are multiplied.
