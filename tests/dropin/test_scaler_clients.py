@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import math
 import pickle
 import warnings
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import gradilocks
 from control.given_gradients import batches, loss_of, small_model
-from dropin.loops import SCALERS, backward, iterate, sgd, two_weights
+from dropin.loops import backward, iterate, sgd, two_weights
 from gradilocks import GradScaler
 
 # --- schedulers and averaging -----------------------------------------------------------------------------------------
@@ -256,20 +255,3 @@ def test_a_pickled_scaler_keeps_its_bounds_and_drops_model_and_outcome(param):
     optimizer = sgd(param)
     iterate(copied, optimizer, param, value=math.inf)
     assert copied.outcome.culprits == ("param_groups[0]['params'][0]",)
-
-
-@pytest.mark.parametrize("loader", sorted(SCALERS))
-@pytest.mark.parametrize("saver", sorted(SCALERS))
-def test_the_state_goes_both_ways_through_torch_save(saver, loader, param):
-    scaler, optimizer = SCALERS[saver]("cpu", 8.0, 4.0, 0.25, 3), sgd(param, lr=0.01)
-    for _ in range(2):
-        iterate(scaler, optimizer, param)
-    file = io.BytesIO()
-    torch.save({"scaler": scaler.state_dict()}, file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)["scaler"]
-    fresh = SCALERS[loader]("cpu")
-    fresh.load_state_dict(state)
-    expected = {"scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3, "_growth_tracker": 2}
-    assert list(fresh.state_dict().items()) == list(state.items()) == list(expected.items())
-    assert [type(value) for value in state.values()] == [float, float, float, int, int]

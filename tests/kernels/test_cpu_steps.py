@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -46,56 +45,6 @@ class Parameters:
         groups = torch.zeros(n, dtype=torch.int32)
         numbers = torch.tensor([[*settings, *[0.0] * (8 - len(settings))]], dtype=torch.float64)
         function(torch.tensor(table), sizes, groups, numbers, self.divisor)
-
-
-def adam_in_float64(weight, grad, first, second, step, *, lr, weight_decay, beta1, beta2, eps, decoupled):
-    if not decoupled:
-        grad = grad + weight_decay * weight
-    first = beta1 * first + (1 - beta1) * grad
-    second = beta2 * second + (1 - beta2) * grad * grad
-    change = lr / (1 - beta1**step) * first / (second.sqrt() / math.sqrt(1 - beta2**step) + eps)
-    return weight - change - (lr * weight_decay * weight if decoupled else 0.0), first, second
-
-
-def sgd_in_float64(weight, grad, buffer, *, lr, weight_decay, momentum, nesterov):
-    grad = grad + weight_decay * weight
-    buffer = momentum * buffer + grad
-    grad = (grad + momentum * buffer if nesterov else buffer) if momentum else grad
-    return weight - lr * grad, buffer
-
-
-def check(found, expected):
-    """Compares with a float64 result: a few roundings to float32."""
-    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize("decoupled", [0.0, 1.0])
-@pytest.mark.parametrize("divisor", [1.0, 1024.0])
-def test_a_step_of_adam_is_that_of_float64(cpu, decoupled, divisor):
-    run = Parameters(divisor=divisor)
-    for step in (1, 2, 3):
-        before = [
-            [t.to(torch.float64, copy=True) for t in row] for row in (run.params, run.grads, run.first, run.second)
-        ]
-        run.step(cpu.adam, [*ADAM.values(), decoupled])
-        for i, (weight, grad, first, second) in enumerate(zip(*before, strict=True)):
-            expected = adam_in_float64(weight, grad / divisor, first, second, step, decoupled=decoupled, **ADAM)
-            for found, number in zip((run.params[i], run.first[i], run.second[i]), expected, strict=True):
-                check(found, number)
-            assert run.steps[i].item() == step
-
-
-@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, 0.0), (0.9, 0.0), (0.9, 1.0)])
-def test_a_step_of_sgd_is_that_of_float64(cpu, momentum, nesterov):
-    run = Parameters(divisor=1024.0)
-    settings = {**SGD, "momentum": momentum, "nesterov": nesterov}
-    for _ in range(3):
-        before = [[t.to(torch.float64, copy=True) for t in row] for row in (run.params, run.grads, run.first)]
-        run.step(cpu.sgd, settings.values())
-        for i, (weight, grad, buffer) in enumerate(zip(*before, strict=True)):
-            weight, buffer = sgd_in_float64(weight, grad / 1024.0, buffer, **settings)
-            check(run.params[i], weight)
-            check(run.first[i], buffer if momentum else torch.zeros_like(buffer))
 
 
 def stepped(cpu, function, **options):

@@ -12,6 +12,7 @@ from against_one_process import CollectiveCounter
 from parallel_models import batch, grid, line, local_of, loss_of, mesh_of, sharded, tensor_parallel
 from rank_world import world
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import gradilocks
 
@@ -28,8 +29,6 @@ def norm_of(tensors: list[Tensor], order: float = 2.0) -> float:
 
 def placed(mesh: Any, number: int, *placements: Any, shape: tuple[int, ...] = (6, 4)) -> nn.Parameter:
     """A parameter with the same random gradient on all ranks."""
-    from torch.distributed.tensor import distribute_tensor
-
     param = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, placements))
     param.grad = distribute_tensor(batch(number, 0, *shape), mesh, placements)
     return param
@@ -81,8 +80,6 @@ def test_the_scaler_recipe_trains_as_one_process(layout: str) -> None:
 
 def clip_in_layouts(rank: int) -> list[Any]:
     """torch's placements, several meshes in one call, plain tensors beside DTensors, partial sums."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
     mesh, flat = grid("dp", "tp"), line()
     found = []
     for order in ORDERS:
@@ -123,8 +120,6 @@ def test_the_norm_over_dtensors_is_that_of_the_whole_tensors() -> None:
 
 def over_stages(rank: int) -> list[Any]:
     """torchtitan: the norm of a stage is reduced over "pp" by hand, then applied."""
-    from torch.distributed.tensor import Shard
-
     mesh, found = mesh_of((2, 1, 2), ("pp", "dp", "tp")), []
     for order in ORDERS:
         stages = [
@@ -158,8 +153,6 @@ def test_a_norm_reduced_over_stages_by_hand_clips_all_of_them() -> None:
 
 
 def collectives(rank: int) -> dict[str, Any]:
-    from torch.distributed.tensor import Replicate, Shard
-
     mesh, found = grid("dp", "tp"), {}
     for name, params in {
         "line": [placed(line(), i, Shard(0)) for i in range(3)],

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from parallel_models import line, local_of, mesh_of, seeded
 from rank_world import LIMIT, fork_context
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import gradilocks
 
@@ -47,8 +48,6 @@ def rank_process(rank: int, store: str, pipe: Connection, layout: str, fault: st
     if layout == "stages":
         model, options = model[:1], {"mesh": mesh_of((2,), ("pp",)), "distinct": "pp"}
     elif layout == "FSDP2":
-        from torch.distributed.fsdp import fully_shard
-
         fully_shard(model, mesh=line())
     else:
         model = nn.parallel.DistributedDataParallel(model)

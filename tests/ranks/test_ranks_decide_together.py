@@ -10,6 +10,7 @@ import torch
 from parallel_models import line, local_of, mesh_of, seeded
 from rank_world import caught, world
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gradilocks
 from gradilocks import GradientControl
@@ -27,8 +28,6 @@ class Model(nn.Module):
 
 
 def sharded() -> Any:
-    from torch.distributed.fsdp import fully_shard
-
     return fully_shard(seeded(Model), mesh=line())
 
 
@@ -228,7 +227,7 @@ def train_from_nan(model: Any, optimizer: Any) -> list[Any]:
 
 
 def zero_redundancy(rank: int, name: str) -> list[Any]:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # It warns when it is imported.
 
     model = nn.parallel.DistributedDataParallel(seeded(Model))
     kind, options = ZERO[name]
@@ -249,8 +248,6 @@ def test_zero_redundancy_optimizers_skip_and_step_as_one_process(name: str) -> N
 
 def overflow_in_the_reduction(rank: int) -> list[Any]:
     """Every rank's float16 gradient is finite, and their sum is not."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     model = nn.Sequential(nn.Linear(4, 8, bias=False))
     nn.init.constant_(model[0].weight, 0.5)
     half = torch.float16
@@ -274,8 +271,6 @@ def test_an_overflow_in_a_float16_reduction_is_skipped_by_all() -> None:
 
 
 def small_gradients_in_float16(rank: int) -> dict[tuple[Any, Any], float]:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     found = {}
     for reduced in (torch.float16, torch.float32):
         for scale in (None, 2.0**16):

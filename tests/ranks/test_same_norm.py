@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from rank_world import world
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import gradilocks
 from gradilocks import kernels
@@ -34,9 +36,6 @@ def gradients(draw: int) -> list[Tensor]:
 
 def layouts() -> dict[str, tuple[Any, list[Any], dict[str, Any]]]:
     """By name: a mesh, placements to take in turn, and arguments of the control."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
-
     ranks = dist.get_world_size()
     line = init_device_mesh("cpu", (ranks,), mesh_dim_names=("all",))
     found: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
@@ -68,8 +67,6 @@ def norms_of(grads: list[Tensor], **options: Any) -> list[float]:
 
 
 def norms_over_ranks(rank: int) -> dict[str, list[list[float]]]:
-    from torch.distributed.tensor import distribute_tensor
-
     return {
         name: [
             norms_of(
@@ -99,9 +96,6 @@ def test_the_norm_is_that_of_one_process(ranks: int) -> None:
 
 def known_norms(rank: int) -> list[float]:
     """TP shards [3] and [4] with a replicated [12]; two experts with norms √20 and √100."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     split = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Shard(0)]))
     split.grad = distribute_tensor(torch.tensor([3.0, 4.0]), mesh, [Shard(0)])
@@ -158,8 +152,6 @@ def trained(params: list[nn.Parameter], grads_of: Callable[[int, float], list[Te
 
 
 def training_over_ranks(rank: int) -> dict[tuple[str, str], Any]:
-    from torch.distributed.tensor import distribute_tensor
-
     ranks, found = dist.get_world_size(), {}
     for name in PLACED[ranks]:
         mesh, placements, options = layouts()[name]
