@@ -95,7 +95,7 @@ def test_the_norm_is_that_of_one_process(ranks: int) -> None:
 
 
 def known_norms(rank: int) -> list[float]:
-    """TP shards [3] and [4] with a replicated [12]; two experts with norms √20 and √100."""
+    """TP shards [3] and [4] with a replicated [12]; two experts with norms √20 and √100, also beside the shards."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     split = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Shard(0)]))
     split.grad = distribute_tensor(torch.tensor([3.0, 4.0]), mesh, [Shard(0)])
@@ -104,14 +104,17 @@ def known_norms(rank: int) -> list[float]:
     control = gradilocks.GradientControl(torch.optim.SGD([split, replicated], lr=1.0), scale=None)
     expert = nn.Parameter(torch.zeros(1))
     expert.grad = torch.tensor([math.sqrt((20.0, 100.0)[rank])])
-    experts = gradilocks.GradientControl(torch.optim.SGD([expert], lr=1.0), scale=None, mesh=mesh, distinct="ep")
-    return [control.norm().item(), control.step().norm, experts.step().norm]
+    options: dict[str, Any] = {"scale": None, "mesh": mesh, "distinct": "ep"}
+    experts, both = (
+        gradilocks.GradientControl(torch.optim.SGD(params, lr=1.0), **options) for params in ([expert], [expert, split])
+    )
+    return [control.norm().item(), control.step().norm, experts.step().norm, both.step().norm]
 
 
 def test_known_norms_of_shards_and_experts() -> None:
-    for before, norm, experts in world(2).run(known_norms):
+    for before, norm, experts, both in world(2).run(known_norms):
         assert before == norm == 13.0
-        assert experts == pytest.approx(10.954451, rel=1e-7)
+        assert (experts, both) == pytest.approx((10.954451, math.sqrt(145.0)), rel=1e-7)
 
 
 POLICIES: dict[str, dict[str, Any]] = {
