@@ -157,15 +157,19 @@ def test_a_scaler_does_not_keep_a_model_alive(scaler_class):
     assert reference() is None
 
 
-def test_code_may_unscale_by_itself_and_set_the_stage(scaler_class, param):
-    scaler, optimizer = scaler_class("cpu", init_scale=8.0), sgd(param)
-    backward(scaler, param)
-    param.grad.div_(scaler.get_scale())
-    state = scaler._per_optimizer_states[id(optimizer)]
-    state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {torch.device("cpu"): torch.zeros(())}
-    scaler.step(optimizer)
-    scaler.update()
-    assert param.tolist() == [0.0, 0.0]
+@pytest.mark.parametrize("fused", [False, True])
+def test_code_may_unscale_by_itself_and_set_stage_and_flag(scaler_class, param, fused):
+    scaler, optimizer = scaler_class("cpu", init_scale=8.0), sgd(param, fused=fused)
+    for flag, expected in ((1.0, [1.0, 2.0]), (0.0, [0.0, 0.0])):
+        optimizer.zero_grad()
+        backward(scaler, param)
+        param.grad.div_(scaler.get_scale())
+        state = scaler._per_optimizer_states[id(optimizer)]
+        state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {torch.device("cpu"): torch.tensor(flag)}
+        scaler.step(optimizer)
+        scaler.update()
+        assert param.tolist() == expected
+    assert scaler.get_scale() == 4.0
 
 
 # --- surroundings -----------------------------------------------------------------------------------------------------

@@ -102,9 +102,6 @@ def test_a_scaled_loss_has_torchs_dtype_and_value(dtype, shape):
     assert torch.equal(got, expected)
 
 
-# --- update() ---------------------------------------------------------------------------------------------------------
-
-
 # --- step() and unscale_() --------------------------------------------------------------------------------------------
 
 
@@ -312,18 +309,6 @@ def test_the_flag_is_one_float32_per_device(scaler_class, param, value):
     assert {device: (flag.dtype, flag.item()) for device, flag in found.items()} == {
         CPU: (torch.float32, float(not math.isfinite(value)))
     }
-
-
-def test_a_flag_raised_by_other_code_skips_the_step(scaler_class, param):
-    scaler, optimizer = scaler_class("cpu", init_scale=8.0), sgd(param)
-    backward(scaler, param)
-    scaler.unscale_(optimizer)
-    for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-        flag.fill_(1.0)  # As code does that reduces the flags over ranks.
-    scaler.step(optimizer)
-    scaler.update()
-    assert param.tolist() == [1.0, 2.0]
-    assert scaler.get_scale() == 4.0
 
 
 @pytest.mark.usefixtures("unscaled_by")
