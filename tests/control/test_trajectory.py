@@ -179,21 +179,3 @@ def test_any_sequence_of_gradients_leaves_what_torchs_scaler_leaves(script, name
         scaler.update()
         assert outcome.skipped == (not all(map(math.isfinite, gradient)))
     assert_same(contents(mine)[0], contents(theirs)[0])
-
-
-def test_a_plain_lr_scheduler_trains_as_with_torch():
-    (model, optimizer), (theirs, their_optimizer) = twins(OPTIMIZERS["AdamW fused"])
-    control = GradientControl(optimizer)
-    mine = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
-    their = torch.optim.lr_scheduler.StepLR(their_optimizer, 3, gamma=0.5)
-    for batch in batches(12):
-        control.zero_grad()
-        their_optimizer.zero_grad()
-        control.backward(loss_of(model, *batch))
-        control.step()
-        mine.step()
-        loss_of(theirs, *batch).backward()
-        their_optimizer.step()
-        their.step()
-    assert mine.get_last_lr() == their.get_last_lr()
-    assert_same(contents(optimizer), contents(their_optimizer))

@@ -51,15 +51,12 @@ def train(scaler_class, make_scheduler, *, fused, overflow_at, **settings):
 def test_a_run_with_a_scheduler_is_torchs_bit_for_bit(make, fused, overflow_at):
     expected = train(torch.amp.GradScaler, make, fused=fused, overflow_at=overflow_at)
     rates, weights, warned = train(GradScaler, make, fused=fused, overflow_at=overflow_at)
+    if fused:  # Ours discards the momentum of a skipped first step, and schedulers do not notice.
+        assert train(GradScaler, make, fused=True, overflow_at=overflow_at, momentum=0.9)[2] == []
     assert rates == expected[0]
     assert torch.equal(weights, expected[1])
     assert warned == expected[2]
     assert len(warned) == (not fused and overflow_at == (0,))
-
-
-def test_a_skipped_first_step_of_fused_sgd_with_momentum_does_not_make_schedulers_warn():
-    *_, warned = train(GradScaler, lambda o: StepLR(o, 2), fused=True, overflow_at=(0,), momentum=0.9)
-    assert warned == []
 
 
 # --- wrappers and optimizers of other packages ------------------------------------------------------------------------

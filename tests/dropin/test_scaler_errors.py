@@ -5,22 +5,13 @@ Errors for calls in the wrong order are compared with torch's in test_scaler_pro
 
 from __future__ import annotations
 
-import contextlib
-import re
-
 import pytest
 import torch
 
 from dropin.loops import sgd, two_weights
 from gradilocks import GradScaler
 
-FP16 = "Attempting to unscale FP16 gradients."
-
-
-@contextlib.contextmanager
-def raises(kind, text):
-    with pytest.raises(kind, match="^" + re.escape(text)):
-        yield
+FP16 = "^Attempting to unscale FP16 gradients"
 
 
 def after_backward(scaler_class, param):
@@ -35,7 +26,7 @@ def test_fp16_gradients_are_not_unscaled(scaler_class, call):
     half, single = torch.nn.Parameter(torch.ones(2, dtype=torch.float16)), two_weights()
     scaler, optimizer = scaler_class("cpu", init_scale=4.0), sgd(single, half)
     scaler.scale((single * 3).sum() + half.float().sum()).backward()
-    with raises(ValueError, FP16):
+    with pytest.raises(ValueError, match=FP16):
         getattr(scaler, call)(optimizer)
     assert (half.grad.tolist(), single.grad.tolist()) == ([4.0, 4.0], [12.0, 12.0])
     half.grad = None
@@ -47,7 +38,7 @@ def test_fp16_gradients_are_not_unscaled(scaler_class, call):
 def test_a_fused_step_takes_fp16_gradients_and_unscale_does_not(scaler_class):
     param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     scaler, optimizer = after_backward(scaler_class, param), sgd(param, lr=0.1, fused=True)
-    with raises(ValueError, FP16):
+    with pytest.raises(ValueError, match=FP16):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert param.tolist() == pytest.approx([0.8, 0.8], abs=1e-3)
@@ -55,7 +46,7 @@ def test_a_fused_step_takes_fp16_gradients_and_unscale_does_not(scaler_class):
 
 @pytest.mark.parametrize("outputs", [1.0, None, [torch.ones(()), 1.0]])
 def test_outputs_that_are_not_tensors_are_rejected(scaler_class, outputs):
-    with raises(ValueError, "outputs must be a Tensor or an iterable of Tensors"):
+    with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
         scaler_class("cpu").scale(outputs)
 
 

@@ -98,13 +98,13 @@ def test_a_control_clips_as_the_formulas_do_in_float64(name, optimizer_name):
     check(name, optimizer_name, "cpu")
 
 
-ONE_OF_EACH = ("ClipByNorm 1", "ClipByNorm p=3", "ClipByValue 0.5", "AdaptiveClip", "AdaGC", "chain of parts")
-"""One policy for each kind of norms, and one of a user."""
+ONE_OF_EACH = ("ClipByNorm 1", "ClipByNorm p=3", "ClipByValue 0.5", "ClipPerGroup", "AdaptiveClip", "AdaGC")
+"""One policy for each kind of norms."""
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("optimizer_name", ["multiplied in place", "gradilocks.optim"])
-@pytest.mark.parametrize("name", [*ONE_OF_EACH, "own policy without a base class"])
+@pytest.mark.parametrize("name", [*ONE_OF_EACH, "chain of parts", "own policy without a base class"])
 def test_a_control_clips_as_the_formulas_do_on_every_device_path(name, optimizer_name, path, monkeypatch):
     check(name, optimizer_name, use_path(path, monkeypatch))
 

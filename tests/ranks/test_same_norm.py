@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from parallel_models import grid, line
 from rank_world import world
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import gradilocks
@@ -36,19 +36,18 @@ def gradients(draw: int) -> list[Tensor]:
 
 def layouts() -> dict[str, tuple[Any, list[Any], dict[str, Any]]]:
     """By name: a mesh, placements to take in turn, and arguments of the control."""
-    ranks = dist.get_world_size()
-    line = init_device_mesh("cpu", (ranks,), mesh_dim_names=("all",))
+    flat = line()
     found: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
-        "FSDP2": (line, [[Shard(0)]], {}),
-        "replicas": (line, [[Replicate()]], {}),
-        "mixed": (line, [[Shard(0)], [Replicate()]], {}),
+        "FSDP2": (flat, [[Shard(0)]], {}),
+        "replicas": (flat, [[Replicate()]], {}),
+        "mixed": (flat, [[Shard(0)], [Replicate()]], {}),
     }
-    if ranks > 2:
-        grid = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+    if dist.get_world_size() > 2:
+        mesh = grid("dp", "tp")
         every = [[a, b] for a in (Shard(0), Replicate()) for b in (Shard(0), Replicate())]
-        found["grid"] = grid, every, {}
-        found["HSDP"] = grid, [[Replicate(), Shard(0)]], {}
-        found["TP inside DP"] = grid["tp"], [[Shard(0)], [Replicate()]], {"mesh": grid}
+        found["grid"] = mesh, every, {}
+        found["HSDP"] = mesh, [[Replicate(), Shard(0)]], {}
+        found["TP inside DP"] = mesh["tp"], [[Shard(0)], [Replicate()]], {"mesh": mesh}
     return found
 
 
@@ -96,7 +95,7 @@ def test_the_norm_is_that_of_one_process(ranks: int) -> None:
 
 def known_norms(rank: int) -> list[float]:
     """TP shards [3] and [4] with a replicated [12]; two experts with norms √20 and √100, also beside the shards."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    mesh = line("ep")
     split = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Shard(0)]))
     split.grad = distribute_tensor(torch.tensor([3.0, 4.0]), mesh, [Shard(0)])
     replicated = nn.Parameter(distribute_tensor(torch.zeros(1), mesh, [Replicate()]))
