@@ -209,14 +209,6 @@ def _load_into_new_scalers(torchs: Side, ours: Side, how: str) -> None:
 # --- comparison -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Result:
-    """The value or the error of an operation."""
-
-    value: Any = None
-    error: Exception | None = None
-
-
 def run(setup: Setup, ops: list[Op], counts: Counter[str]) -> None:
     """Runs `ops` on both sides and compares after each.
 
@@ -231,15 +223,16 @@ def run(setup: Setup, ops: list[Op], counts: Counter[str]) -> None:
         elif not _torch_is_defective(torchs, op):
             expected, got = _attempt(torchs, op), _attempt(ours, op)
             _compare_results(expected, got, where)
-            counts[op.name if expected.error is None else str(expected.error)[:40]] += 1
+            counts[op.name if expected[1] is None else str(expected[1])[:40]] += 1
         _compare_sides(torchs, ours, where)
 
 
-def _attempt(side: Side, op: Op) -> Result:
+def _attempt(side: Side, op: Op) -> tuple[Any, Exception | None]:
+    """The value or the error of an operation."""
     try:
-        return Result(value=_OPERATIONS[op.name](side, op))
+        return _OPERATIONS[op.name](side, op), None
     except Exception as error:
-        return Result(error=error)
+        return None, error
 
 
 def _torch_is_defective(side: Side, op: Op) -> bool:
@@ -257,18 +250,17 @@ def _torch_is_defective(side: Side, op: Op) -> bool:
     return not is_finite or any(flag.item() for flag in flags)  # B14: a skipped first step.
 
 
-def _compare_results(expected: Result, got: Result, where: str) -> None:
-    if expected.error is not None:
-        assert isinstance(got.error, type(expected.error)), (
-            f"torch raised {expected.error!r}, ours {got.error!r} {where}"
-        )
-        assert str(got.error).startswith(str(expected.error)), f"{got.error!r} {where}"
-    elif got.error is not None:
-        raise AssertionError(f"only ours raised, {where}") from got.error
-    elif isinstance(expected.value, Tensor):
-        compare_tensors(expected.value, got.value, f"the value {where}")
+def _compare_results(expected: tuple[Any, Any], got: tuple[Any, Any], where: str) -> None:
+    (value, error), (own_value, own_error) = expected, got
+    if error is not None:
+        assert isinstance(own_error, type(error)), f"torch raised {error!r}, ours {own_error!r} {where}"
+        assert str(own_error).startswith(str(error)), f"{own_error!r} {where}"
+    elif own_error is not None:
+        raise AssertionError(f"only ours raised, {where}") from own_error
+    elif isinstance(value, Tensor):
+        compare_tensors(value, own_value, f"the value {where}")
     else:
-        assert got.value == expected.value, where
+        assert own_value == value, where
 
 
 def _compare_sides(torchs: Side, ours: Side, where: str) -> None:

@@ -8,16 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dropin.loops import sgd, two_weights
+from dropin.loops import backward, sgd, two_weights
 from gradilocks import GradScaler
 
 FP16 = "^Attempting to unscale FP16 gradients"
-
-
-def after_backward(scaler_class, param):
-    scaler = scaler_class("cpu", init_scale=4.0)
-    scaler.scale((param * param).sum()).backward()
-    return scaler
 
 
 @pytest.mark.usefixtures("unscaled_by")
@@ -37,7 +31,8 @@ def test_fp16_gradients_are_not_unscaled(scaler_class, call):
 @pytest.mark.usefixtures("unscaled_by")
 def test_a_fused_step_takes_fp16_gradients_and_unscale_does_not(scaler_class):
     param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
-    scaler, optimizer = after_backward(scaler_class, param), sgd(param, lr=0.1, fused=True)
+    scaler, optimizer = scaler_class("cpu", init_scale=4.0), sgd(param, lr=0.1, fused=True)
+    backward(scaler, param)
     with pytest.raises(ValueError, match=FP16):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
