@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -145,6 +145,7 @@ def test_a_replaced_step_is_called(device):
         control = GradientControl(optimizer)
         calls, original = [], optimizer.step
 
+        @wraps(original)  # A control looks through wrappers of torch, not through those of others.
         def step(closure=None, calls=calls, original=original):
             calls.append(closure)
             return original()

@@ -39,8 +39,9 @@ def test_every_method_takes_torchs_arguments(name):
     assert [got[key].default for key in expected] == [parameter.default for parameter in expected.values()]
 
 
-def test_the_state_is_updated_in_place(scaler_class, param):
-    scaler, optimizer = scaler_class("cpu", init_scale=8.0, growth_interval=2), sgd(param)
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_state_is_updated_in_place(scaler_class, param, fused):
+    scaler, optimizer = scaler_class("cpu", init_scale=8.0, growth_interval=2), sgd(param, fused=fused)
     scaler.scale(torch.ones(()))
     scale, tracker = scaler._scale, scaler._growth_tracker
     addresses = scale.data_ptr(), tracker.data_ptr()
