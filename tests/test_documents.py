@@ -115,12 +115,9 @@ def test_every_relative_link_exists(page: Path) -> None:
             assert anchor in anchors(file), f"{page.name}: {target}"
 
 
-def test_every_path_in_the_text_exists(page: Path) -> None:
+def test_every_path_and_qualified_name_in_the_text_exists(page: Path) -> None:
     for path in re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", prose(page)):
         assert (ROOT / path).exists(), f"{page.name}: {path}"
-
-
-def test_every_qualified_name_in_the_text_exists(page: Path) -> None:
     for name in re.findall(r"`(gradilocks(?:\.\w+)+)", prose(page)):
         assert exists(name), f"{page.name}: {name}"
 

@@ -23,7 +23,7 @@ SOURCES = sorted((ROOT / "src" / "gradilocks").rglob("*.py"))
 def run(program: str, **environment: str) -> str:
     """Runs a program in a new process and returns what it printed."""
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

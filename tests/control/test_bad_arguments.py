@@ -65,22 +65,31 @@ def test_a_control_without_parameters_raises(groups):
         GradientControl()
 
 
-@pytest.mark.parametrize("given", ["resnet", 3, [nn.Linear(1, 1)], nn.Linear, {"encoder": 3}, {3: nn.Linear(1, 1)}])
-def test_a_model_that_is_no_module_raises(given):
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
-        GradientControl(sgd(parameter(1.0)), model=given)
+BAD_OPTIONS = [
+    *(
+        ("model", given, TypeError, r"model must be a torch\.nn\.Module")
+        for given in ("resnet", 3, [nn.Linear(1, 1)], nn.Linear, {"encoder": 3}, {3: nn.Linear(1, 1)})
+    ),
+    *(("on_nonfinite", given, ValueError, "must be 'skip' or 'raise', got") for given in ("Skip", "", None, 1, True)),
+    *(("give_up_after", given, TypeError, "give_up_after must be") for given in (1.5, True, "3")),
+    ("give_up_after", 0, ValueError, "give_up_after must be"),
+    ("clip", -1.0, ValueError, "clip must be at least 0"),
+    ("clip", "1.0", TypeError, "clip must be None, a number"),
+    ("clip", ClipPerGroup({"no": 1.0}), ValueError, "matches no parameter"),
+    ("scale", 0.0, ValueError, "scale must be at least"),
+    ("scale", "Dynamic", TypeError, "scale must be None, 'dynamic', a number or a scale policy"),
+]
 
 
-@pytest.mark.parametrize("given", ["Skip", "", None, 1, True])
-def test_a_misspelt_on_nonfinite_raises(given):
-    with pytest.raises(ValueError, match=r"on_nonfinite must be 'skip' or 'raise', got"):
-        GradientControl(sgd(parameter(1.0)), on_nonfinite=given)
-
-
-@pytest.mark.parametrize(("given", "error"), [(1.5, TypeError), (True, TypeError), ("3", TypeError), (0, ValueError)])
-def test_a_bad_give_up_after_raises(given, error):
-    with pytest.raises(error, match="give_up_after must be"):
-        GradientControl(sgd(parameter(1.0)), give_up_after=given)
+@pytest.mark.parametrize(("option", "given", "error", "words"), BAD_OPTIONS, ids=str)
+def test_a_bad_option_raises_and_leaves_the_optimizer_as_it_was(option, given, error, words):
+    p = parameter(1.0)
+    optimizer = sgd(p)
+    hooks = len(optimizer._optimizer_step_pre_hooks)
+    with pytest.raises(error, match=words):
+        GradientControl(optimizer, **{option: given})
+    assert len(optimizer._optimizer_step_pre_hooks) == hooks
+    assert not take_step(GradientControl(optimizer, clip=1.0), (p, 1.0)).skipped
 
 
 def test_options_are_keyword_only_and_unknown_ones_raise():
@@ -123,24 +132,6 @@ def test_a_bad_loss_raises_and_changes_nothing(case):
     assert p.grad is None
     assert_same((control.state_dict(), contents(optimizer)), before)
     assert not take_step(control, (p, 1.0)).skipped
-
-
-def test_a_constructor_that_raised_leaves_the_optimizer_as_it_was():
-    p = parameter(1.0)
-    optimizer = sgd(p)
-    hooks = len(optimizer._optimizer_step_pre_hooks)
-    for options, words in (
-        ({"clip": -1.0}, "clip must be at least 0"),
-        ({"clip": "1.0"}, "clip must be None, a number"),
-        ({"scale": 0.0}, "scale must be at least"),
-        ({"scale": "Dynamic"}, "scale must be None, 'dynamic', a number or a scale policy"),
-        ({"clip": ClipPerGroup({"no": 1.0})}, "matches no parameter"),
-        ({"model": 3}, "model must be"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=words):
-            GradientControl(optimizer, **options)
-    assert len(optimizer._optimizer_step_pre_hooks) == hooks
-    assert not take_step(GradientControl(optimizer, clip=1.0), (p, 1.0)).skipped
 
 
 def test_step_does_not_take_an_optimizer_or_a_loss():

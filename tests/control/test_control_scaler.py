@@ -25,61 +25,39 @@ from gradilocks import DynamicScale, GradientControl, HeadroomScale, StaticScale
 FAST = {"init_scale": 2.0**10, "growth_interval": 3}
 
 
-def plain(scaler, optimizer, model, batch):
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, *batch)).backward()
-    scaler.step(optimizer)
-    scaler.update()
+HABITS = ("plain", "clips", "accumulates", "discards bad batches", "looks at the flags")
 
 
-def unscaling(scaler, optimizer, model, batch):
-    optimizer.zero_grad(set_to_none=False)
-    scaler.scale(loss_of(model, *batch)).backward()
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def accumulating(scaler, optimizer, model, batch):
-    for part in range(2):
-        scaler.scale(loss_of(model, batch[0][part::2], batch[1][part::2], batch[2]) / 2).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-
-
-def giving_up_a_batch(scaler, optimizer, model, batch):
-    """Skips by hand after a look at the gradients, as some scripts do."""
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, *batch)).backward()
-    scaler.unscale_(optimizer)
-    if all(bool(p.grad.isfinite().all()) for p in model.parameters()):
+def iteration(habit, scaler, optimizer, model, batch):
+    x, y, factor = batch
+    parts = 2 if habit == "accumulates" else 1
+    for part in range(parts):
+        scaler.scale(loss_of(model, x[part::parts], y[part::parts], factor) / parts).backward()
+    if habit not in ("plain", "accumulates"):
+        scaler.unscale_(optimizer)
+    if habit == "clips":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+    if habit == "looks at the flags":
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        assert sum(flag.item() for flag in found) in (0.0, 1.0)
+        scaler.step(optimizer, None)
+    elif habit != "discards bad batches" or all(bool(p.grad.isfinite().all()) for p in model.parameters()):
         scaler.step(optimizer)
     scaler.update()
+    optimizer.zero_grad(set_to_none=habit != "clips")
 
 
-def looking(scaler, optimizer, model, batch):
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, *batch)).backward()
-    scaler.unscale_(optimizer)
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-    assert sum(flag.item() for flag in found) in (0.0, 1.0)
-    scaler.step(optimizer, None)
-    scaler.update()
-
-
-@pytest.mark.parametrize("loop", [plain, unscaling, accumulating, giving_up_a_batch, looking])
+@pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_loop_over_torchs_scaler_runs_the_same_over_a_control(name, loop):
+def test_a_loop_over_torchs_scaler_runs_the_same_over_a_control(name, habit):
     mine = small_model()
     theirs = copy.deepcopy(mine)
     optimizer, other = (MAKERS[name](model.parameters()) for model in (mine, theirs))
     control = GradientControl(optimizer, model=mine, scale=DynamicScale(**FAST))
     scaler, torchs = control.as_scaler(), torch.amp.GradScaler("cpu", **FAST)
     for batch in batches(12, {4, 5, 9}):
-        loop(scaler, optimizer, mine, batch)
-        loop(torchs, other, theirs, batch)
+        iteration(habit, scaler, optimizer, mine, batch)
+        iteration(habit, torchs, other, theirs, batch)
         assert scaler.get_scale() == torchs.get_scale()
         assert scaler._get_growth_tracker() == torchs._get_growth_tracker()
     assert_same(contents(optimizer), contents(other))

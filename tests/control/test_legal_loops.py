@@ -118,15 +118,17 @@ def test_actor_and_critic_unscaled_before_the_loss_of_the_other(make):
     compare(mine, theirs)
 
 
-def pair(make):
+@pytest.fixture
+def twins(make):
+    """A control over a model and its optimizer, and an equal model with its optimizer alone."""
     model = small_model()
     other = copy.deepcopy(model)
-    return model, make(model.parameters()), other, make(other.parameters())
+    control = GradientControl(make(model.parameters()), model=model, scale=SCALE)
+    return control, model, other, make(other.parameters())
 
 
-def test_accumulation_with_several_losses_and_a_retained_graph(make):
-    model, optimizer, other, plain = pair(make)
-    control = GradientControl(optimizer, scale=SCALE)
+def test_accumulation_with_several_losses_and_a_retained_graph(twins):
+    control, model, other, plain = twins
     for k, (x, y, _) in enumerate(batches(8)):
         for net, backward in ((model, control.backward), (other, torch.Tensor.backward)):
             output = net(x)
@@ -137,8 +139,9 @@ def test_accumulation_with_several_losses_and_a_retained_graph(make):
     compare(model, other)
 
 
-def test_layers_that_are_frozen_and_unfrozen(make):
-    model, optimizer, other, plain = pair(make)
+def test_layers_that_are_frozen_and_unfrozen(twins):
+    control, model, other, plain = twins
+    optimizer = control.optimizers[0]
     control = GradientControl(optimizer, scale=SCALE, clip=1e6)
     for k, batch in enumerate(batches(9)):
         for net in (model, other):
@@ -150,9 +153,8 @@ def test_layers_that_are_frozen_and_unfrozen(make):
     assert_same(optimizer.state_dict()["state"], plain.state_dict()["state"])
 
 
-def test_gradients_changed_by_hand_between_backward_and_step(make):
-    model, optimizer, other, plain = pair(make)
-    control = GradientControl(optimizer, scale=SCALE)
+def test_gradients_changed_by_hand_between_backward_and_step(twins):
+    control, model, other, plain = twins
     for k, batch in enumerate(batches(6)):
         control.backward(loss_of(model, *batch))
         loss_of(other, *batch).backward()
@@ -165,9 +167,8 @@ def test_gradients_changed_by_hand_between_backward_and_step(make):
     compare(model, other)
 
 
-def test_a_gradient_penalty_through_a_graph_of_gradients(make):
-    model, optimizer, other, plain = pair(make)
-    control = GradientControl(optimizer, scale=SCALE)
+def test_a_gradient_penalty_through_a_graph_of_gradients(twins):
+    control, model, other, plain = twins
     for x, y, _ in batches(4):
         for net, backward in ((model, control.backward), (other, torch.Tensor.backward)):
             given = x.clone().requires_grad_()
@@ -177,9 +178,8 @@ def test_a_gradient_penalty_through_a_graph_of_gradients(make):
     compare(model, other)
 
 
-def test_a_batch_that_is_abandoned_after_its_norm_was_looked_at(make):
-    model, optimizer, other, plain = pair(make)
-    control = GradientControl(optimizer, scale=SCALE)
+def test_a_batch_that_is_abandoned_after_its_norm_was_looked_at(twins):
+    control, model, other, plain = twins
     for k, batch in enumerate(batches(8)):
         control.zero_grad()
         plain.zero_grad()
@@ -195,7 +195,7 @@ def test_a_batch_that_is_abandoned_after_its_norm_was_looked_at(make):
     compare(model, other)
 
 
-def test_a_backward_that_fails_and_is_tried_again(make):
+def test_a_backward_that_fails_and_is_tried_again(twins):
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -205,23 +205,21 @@ def test_a_backward_that_fails_and_is_tried_again(make):
         def backward(ctx, grad):
             raise RuntimeError("out of memory")
 
-    model, optimizer, other, plain = pair(make)
-    control = GradientControl(optimizer, scale=SCALE)
+    control, model, other, plain = twins
     for k, batch in enumerate(batches(4)):
         if k == 2:
             with pytest.raises(RuntimeError, match="out of memory"):
                 control.backward(Fails.apply(loss_of(model, *batch)))
-            optimizer.zero_grad()
+            control.optimizers[0].zero_grad()
         control.backward(loss_of(model, *batch))
         loss_of(other, *batch).backward()
         step_and_clear(control, plain)
     compare(model, other)
 
 
-def test_averaged_weights_and_swapped_parameters(make):
-    model, optimizer, other, plain = pair(make)
+def test_averaged_weights_and_swapped_parameters(twins):
+    control, model, other, plain = twins
     averaged = torch.optim.swa_utils.AveragedModel(model)
-    control = GradientControl(optimizer, model=model, scale=SCALE)
     for k, batch in enumerate(batches(6)):
         control.backward(loss_of(model, *batch))
         step_and_clear(control)
@@ -235,9 +233,9 @@ def test_averaged_weights_and_swapped_parameters(make):
     compare(model, other)
 
 
-def test_a_deep_copy_of_model_and_optimizer_is_independent_of_the_control(make):
-    model, optimizer, *_ = pair(make)
-    control = GradientControl(optimizer, model=model, scale=SCALE)
+def test_a_deep_copy_of_model_and_optimizer_is_independent_of_the_control(twins):
+    control, model, *_ = twins
+    optimizer = control.optimizers[0]
     stream = list(batches(4))
     control.backward(loss_of(model, *stream[0]))
     control.step()
@@ -251,10 +249,10 @@ def test_a_deep_copy_of_model_and_optimizer_is_independent_of_the_control(make):
     assert not control.step().skipped
 
 
-def test_data_parallel_and_a_loss_per_replica(make):
-    model, optimizer, other, plain = pair(make)
+def test_data_parallel_and_a_loss_per_replica(twins):
+    control, model, other, plain = twins
     parallel = nn.DataParallel(model)
-    control = GradientControl(optimizer, model=parallel, scale=SCALE)
+    control = GradientControl(*control.optimizers, model=parallel, scale=SCALE)
     for x, y, _ in batches(3):
         control.backward((parallel(x) - y).square().mean())
         (other(x) - y).square().mean().backward()
@@ -263,9 +261,8 @@ def test_data_parallel_and_a_loss_per_replica(make):
     assert not control.outcome.skipped
 
 
-def test_losses_of_every_kind(make):
-    model, optimizer, other, plain = pair(make)
-    control = GradientControl(optimizer, scale=SCALE)
+def test_losses_of_every_kind(twins):
+    control, model, other, plain = twins
     for k, (x, y, _) in enumerate(batches(3)):
         for net, backward in ((model, control.backward), (other, torch.Tensor.backward)):
             if k == 0:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
 
 import gradilocks
-from control.given_gradients import INF, NAN, OPTIMIZERS, loss_giving, parameter, take_step
+from control.given_gradients import INF, NAN, OPTIMIZERS, OWN_OPTIMIZERS, loss_giving, parameter, take_step
 from gradilocks import GradientControl, kernels
 
 
@@ -55,7 +55,12 @@ class TakesScaler(torch.optim.Optimizer):
                 p -= group["lr"] * p.grad
 
 
-@pytest.mark.parametrize("make", [Plain, lambda ps: Amsgrad(ps, lr=1.0, fused=True), TakesScaler])
+def partly_fused(params):
+    """One of the groups is not fused."""
+    return torch.optim.SGD([{"params": params, "fused": True}, {"params": [torch.zeros_like(params[0])]}], lr=1.0)
+
+
+@pytest.mark.parametrize("make", [Plain, lambda ps: Amsgrad(ps, lr=1.0, fused=True), TakesScaler, partly_fused])
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_step_of_its_own_gets_unscaled_clipped_gradients_and_is_not_called_for_a_skip(make, bad, device):
     p = parameter(0.0, 0.0, device=device)
@@ -64,13 +69,35 @@ def test_a_step_of_its_own_gets_unscaled_clipped_gradients_and_is_not_called_for
     assert (-p).tolist() == pytest.approx([0.0, 0.0] if bad else [0.6, 0.8], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["Adam fused", "SGD momentum fused", "Adagrad fused"])
+def with_schedule(params):
+    """torch's schedulers wrap `step`."""
+    optimizer = OPTIMIZERS["AdamW fused"](params)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
+
+
+def fused_in_groups(kind):
+    """As torchtitan does. torch sets its flag `_step_supports_amp_scaling` only for `fused=True` in the constructor."""
+    return lambda params: kind([{"params": params, "fused": True}], lr=0.1)
+
+
+FUSED = {
+    **{name: make for name, make in (OPTIMIZERS | OWN_OPTIMIZERS).items() if "fused" in name or name.startswith("own")},
+    "with a scheduler": with_schedule,
+    **{f"{name} groups": fused_in_groups(getattr(torch.optim, name)) for name in ("Adam", "AdamW", "SGD")},
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
 def test_a_fused_optimizer_unscales_and_clips_by_itself(name, device, monkeypatch):
     p = parameter(1.0, 2.0, device=device)
-    control = GradientControl(OPTIMIZERS[name]([p]), clip=1.0)
+    control = GradientControl(FUSED[name]([p]), clip=1.0)
     take_step(control, (p, 1.0))  # torch creates momentum buffers in the first step.
     monkeypatch.setattr(kernels, "multiply_", lambda *_: pytest.fail("the gradients were multiplied in place"))
     assert take_step(control, (p, 3.0)).clipped
+    before = p.detach().clone()
+    assert take_step(control, (p, NAN)).skipped
+    assert torch.equal(p, before)
 
 
 @pytest.mark.parametrize("name", ["Adam fused", "SGD", "SGD momentum fused"])
@@ -118,6 +145,7 @@ def test_a_replaced_step_is_called(device):
         control = GradientControl(optimizer)
         calls, original = [], optimizer.step
 
+        @wraps(original)  # A control looks through wrappers of torch, not through those of others.
         def step(closure=None, calls=calls, original=original):
             calls.append(closure)
             return original()

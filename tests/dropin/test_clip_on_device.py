@@ -1,4 +1,4 @@
-"""The drop-ins with the Triton kernels: interpreted on the CPU, compiled on CUDA with `-m gpu`."""
+"""The drop-ins with the C extension and with the Triton kernels: interpreted on the CPU, compiled with `-m gpu`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIXES = {
 }
 
 
-@pytest.fixture(params=PATHS[2:])
+@pytest.fixture(params=PATHS[1:])
 def device(request, use_kernels):
     return use_kernels(request.param)
 
@@ -63,6 +63,22 @@ def test_gradients_of_other_layouts_are_clipped(device, layout):
     exact = grad.double().norm().item()
     assert clip_grad_norm_([param], 1.0).item() == pytest.approx(exact, rel=1e-6)
     assert grad.norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
+def _replace(param):
+    param.grad = param.grad * 0.5
+
+
+def _swap_the_storage(param):
+    param.grad.data = param.grad.data * 0.5
+
+
+def test_every_clip_measures_the_gradients_as_they_are(device):
+    params = parameters("float32", device)
+    for write in (lambda param: param.grad.mul_(0.5), _replace, _swap_the_storage):
+        write(params[1])
+        exact = torch.cat([param.grad.double() for param in params]).norm().item()
+        assert clip_grad_norm_(params, math.inf).item() == pytest.approx(exact, rel=1e-6)
 
 
 @pytest.mark.parametrize("fused", [False, True])

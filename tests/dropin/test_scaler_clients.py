@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import math
 import pickle
 import warnings
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import gradilocks
 from control.given_gradients import batches, loss_of, small_model
-from dropin.loops import SCALERS, backward, iterate, sgd, two_weights
+from dropin.loops import backward, iterate, sgd, two_weights
 from gradilocks import GradScaler
 
 # --- schedulers and averaging -----------------------------------------------------------------------------------------
@@ -52,15 +51,12 @@ def train(scaler_class, make_scheduler, *, fused, overflow_at, **settings):
 def test_a_run_with_a_scheduler_is_torchs_bit_for_bit(make, fused, overflow_at):
     expected = train(torch.amp.GradScaler, make, fused=fused, overflow_at=overflow_at)
     rates, weights, warned = train(GradScaler, make, fused=fused, overflow_at=overflow_at)
+    if fused:  # Ours discards the momentum of a skipped first step, and schedulers do not notice.
+        assert train(GradScaler, make, fused=True, overflow_at=overflow_at, momentum=0.9)[2] == []
     assert rates == expected[0]
     assert torch.equal(weights, expected[1])
     assert warned == expected[2]
     assert len(warned) == (not fused and overflow_at == (0,))
-
-
-def test_a_skipped_first_step_of_fused_sgd_with_momentum_does_not_make_schedulers_warn():
-    *_, warned = train(GradScaler, lambda o: StepLR(o, 2), fused=True, overflow_at=(0,), momentum=0.9)
-    assert warned == []
 
 
 # --- wrappers and optimizers of other packages ------------------------------------------------------------------------
@@ -158,15 +154,19 @@ def test_a_scaler_does_not_keep_a_model_alive(scaler_class):
     assert reference() is None
 
 
-def test_code_may_unscale_by_itself_and_set_the_stage(scaler_class, param):
-    scaler, optimizer = scaler_class("cpu", init_scale=8.0), sgd(param)
-    backward(scaler, param)
-    param.grad.div_(scaler.get_scale())
-    state = scaler._per_optimizer_states[id(optimizer)]
-    state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {torch.device("cpu"): torch.zeros(())}
-    scaler.step(optimizer)
-    scaler.update()
-    assert param.tolist() == [0.0, 0.0]
+@pytest.mark.parametrize("fused", [False, True])
+def test_code_may_unscale_by_itself_and_set_stage_and_flag(scaler_class, param, fused):
+    scaler, optimizer = scaler_class("cpu", init_scale=8.0), sgd(param, fused=fused)
+    for flag, expected in ((1.0, [1.0, 2.0]), (0.0, [0.0, 0.0])):
+        optimizer.zero_grad()
+        backward(scaler, param)
+        param.grad.div_(scaler.get_scale())
+        state = scaler._per_optimizer_states[id(optimizer)]
+        state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {torch.device("cpu"): torch.tensor(flag)}
+        scaler.step(optimizer)
+        scaler.update()
+        assert param.tolist() == expected
+    assert scaler.get_scale() == 4.0
 
 
 # --- surroundings -----------------------------------------------------------------------------------------------------
@@ -256,20 +256,3 @@ def test_a_pickled_scaler_keeps_its_bounds_and_drops_model_and_outcome(param):
     optimizer = sgd(param)
     iterate(copied, optimizer, param, value=math.inf)
     assert copied.outcome.culprits == ("param_groups[0]['params'][0]",)
-
-
-@pytest.mark.parametrize("loader", sorted(SCALERS))
-@pytest.mark.parametrize("saver", sorted(SCALERS))
-def test_the_state_goes_both_ways_through_torch_save(saver, loader, param):
-    scaler, optimizer = SCALERS[saver]("cpu", 8.0, 4.0, 0.25, 3), sgd(param, lr=0.01)
-    for _ in range(2):
-        iterate(scaler, optimizer, param)
-    file = io.BytesIO()
-    torch.save({"scaler": scaler.state_dict()}, file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)["scaler"]
-    fresh = SCALERS[loader]("cpu")
-    fresh.load_state_dict(state)
-    expected = {"scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3, "_growth_tracker": 2}
-    assert list(fresh.state_dict().items()) == list(state.items()) == list(expected.items())
-    assert [type(value) for value in state.values()] == [float, float, float, int, int]

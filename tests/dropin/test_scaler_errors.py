@@ -5,53 +5,13 @@ Errors for calls in the wrong order are compared with torch's in test_scaler_pro
 
 from __future__ import annotations
 
-import contextlib
-import re
-
 import pytest
 import torch
 
-from dropin.loops import sgd, two_weights
+from dropin.loops import backward, sgd, two_weights
 from gradilocks import GradScaler
 
-NEW_SCALE = (
-    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with requires_grad=False."
-)
-
-
-EMPTY = "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
-
-
-FP16 = "Attempting to unscale FP16 gradients."
-
-
-@contextlib.contextmanager
-def raises(kind, text):
-    with pytest.raises(kind, match="^" + re.escape(text)):
-        yield
-
-
-def after_backward(scaler_class, param):
-    scaler = scaler_class("cpu", init_scale=4.0)
-    scaler.scale((param * param).sum()).backward()
-    return scaler
-
-
-@pytest.mark.parametrize(
-    ("name", "factor", "bound"), [("growth", 1.0, ">"), ("growth", 0.5, ">"), ("backoff", 1.0, "<")]
-)
-def test_factors_that_would_not_move_the_scale_are_rejected(scaler_class, name, factor, bound):
-    with raises(AssertionError, f"The {name} factor must be {bound} 1.0."):
-        scaler_class("cpu", **{f"{name}_factor": factor})
-    assert not scaler_class("cpu", enabled=False, **{f"{name}_factor": factor}).is_enabled()
-
-
-@pytest.mark.parametrize("key", [None, *torch.amp.GradScaler("cpu").state_dict()])
-def test_a_state_dict_that_is_empty_or_lacks_a_key_is_rejected(scaler_class, key):
-    state = torch.amp.GradScaler("cpu").state_dict() if key else {}
-    state.pop(key, None)
-    with raises(KeyError if key else RuntimeError, repr(key) if key else EMPTY):
-        scaler_class("cpu").load_state_dict(state)
+FP16 = "^Attempting to unscale FP16 gradients"
 
 
 @pytest.mark.usefixtures("unscaled_by")
@@ -60,7 +20,7 @@ def test_fp16_gradients_are_not_unscaled(scaler_class, call):
     half, single = torch.nn.Parameter(torch.ones(2, dtype=torch.float16)), two_weights()
     scaler, optimizer = scaler_class("cpu", init_scale=4.0), sgd(single, half)
     scaler.scale((single * 3).sum() + half.float().sum()).backward()
-    with raises(ValueError, FP16):
+    with pytest.raises(ValueError, match=FP16):
         getattr(scaler, call)(optimizer)
     assert (half.grad.tolist(), single.grad.tolist()) == ([4.0, 4.0], [12.0, 12.0])
     half.grad = None
@@ -71,8 +31,9 @@ def test_fp16_gradients_are_not_unscaled(scaler_class, call):
 @pytest.mark.usefixtures("unscaled_by")
 def test_a_fused_step_takes_fp16_gradients_and_unscale_does_not(scaler_class):
     param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
-    scaler, optimizer = after_backward(scaler_class, param), sgd(param, lr=0.1, fused=True)
-    with raises(ValueError, FP16):
+    scaler, optimizer = scaler_class("cpu", init_scale=4.0), sgd(param, lr=0.1, fused=True)
+    backward(scaler, param)
+    with pytest.raises(ValueError, match=FP16):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert param.tolist() == pytest.approx([0.8, 0.8], abs=1e-3)
@@ -80,21 +41,8 @@ def test_a_fused_step_takes_fp16_gradients_and_unscale_does_not(scaler_class):
 
 @pytest.mark.parametrize("outputs", [1.0, None, [torch.ones(()), 1.0]])
 def test_outputs_that_are_not_tensors_are_rejected(scaler_class, outputs):
-    with raises(ValueError, "outputs must be a Tensor or an iterable of Tensors"):
+    with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
         scaler_class("cpu").scale(outputs)
-
-
-@pytest.mark.parametrize(
-    "new_scale", [torch.ones(2), torch.ones(()).requires_grad_(), torch.ones((), device="meta")], ids=repr
-)
-def test_a_new_scale_that_is_not_one_plain_number_is_rejected(scaler_class, param, new_scale):
-    scaler, optimizer = after_backward(scaler_class, param), sgd(param)
-    scaler.step(optimizer)
-    with raises(AssertionError, NEW_SCALE):
-        scaler.update(new_scale)
-    assert scaler.get_scale() == 4.0
-    with raises(RuntimeError, "step() has already been called since the last update()."):
-        scaler.step(optimizer)  # A rejected update does not begin the next iteration.
 
 
 # --- errors of our own ------------------------------------------------------------------------------------------------

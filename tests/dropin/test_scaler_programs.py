@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from dropin import programs
 
 
-def run_programs(strategy, examples, **options):
+def run_programs(strategy, examples):
     counts: Counter[str] = Counter()
 
     @settings(programs.STABLE, max_examples=examples)
     @given(strategy)
     def check(program):
-        programs.run(*program, counts, **options)
+        programs.run(*program, counts)
 
     check()
     return counts
@@ -57,12 +57,3 @@ def test_a_careless_program_raises_as_in_torch_and_leaves_the_same_state(example
     ):
         assert counts[message] > 0, (message, counts)
     assert counts["found_inf"] > 20, counts
-
-
-@pytest.mark.parametrize("examples", [150, pytest.param(2000, marks=pytest.mark.long)])
-def test_a_program_that_clips_agrees_with_torch_to_the_accuracy_of_a_float32_norm(examples):
-    # torch measures the norm and divides by it in float32, which moves a norm of order 3 by up to 8e-7; ours is
-    # accumulated in float64 and rounded once. Optimizers square the gradients, which doubles the difference.
-    counts = run_programs(programs.careful_programs(norm_clip=True), examples, rtol=4e-6)
-    assert counts["clip_norm"] > 200, counts
-    assert counts["step"] > 300, counts

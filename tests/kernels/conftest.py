@@ -43,15 +43,6 @@ SMALL = [0, 1, 2, 3, 15, 16, 17, 127, 129, 1023, 1025, 4097]
 TRITON_CHUNK = 512
 
 
-def _torch(monkeypatch):
-    return BackendCase("torch", reference, "cpu", [*SMALL, 70_001], 1e-6)
-
-
-def _native(monkeypatch):
-    cpu = pytest.importorskip("gradilocks.kernels.cpu", reason="the C extension is not compiled", exc_type=ImportError)
-    return BackendCase("C", cpu, "cpu", [*SMALL, 32_769, 70_001], 1e-14)
-
-
 def _interpreted(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("with a GPU, Triton compiles its kernels and cannot process CPU tensors")
@@ -69,28 +60,21 @@ def _interpreted(monkeypatch):
     return BackendCase("Triton", cuda, "cpu", [0, 1, 512, 1029], 1e-14)
 
 
-def _compiled(monkeypatch):
-    from gradilocks.kernels import cuda
-
-    return BackendCase("CUDA", cuda, "cuda", [*SMALL, 32_769, 70_001], 1e-14)
-
-
-def _torch_on_cuda(monkeypatch):
-    return BackendCase("torch on CUDA", reference, "cuda", [*SMALL, 70_001], 1e-6)
-
-
 @pytest.fixture(
-    params=[
-        pytest.param(_torch, id="torch"),
-        pytest.param(_native, id="C"),
-        pytest.param(_interpreted, id="Triton"),
-        pytest.param(_compiled, id="CUDA", marks=pytest.mark.gpu),
-        pytest.param(_torch_on_cuda, id="torch-CUDA", marks=pytest.mark.gpu),
-    ]
+    params=["torch", "C", "Triton", *(pytest.param(n, marks=pytest.mark.gpu) for n in ("CUDA", "torch-CUDA"))]
 )
 def backend(request, monkeypatch) -> BackendCase:
     """Every backend in turn."""
-    return request.param(monkeypatch)
+    name = request.param
+    if name == "Triton":
+        return _interpreted(monkeypatch)
+    if name == "C":
+        return BackendCase(name, request.getfixturevalue("cpu"), "cpu", [*SMALL, 32_769, 70_001], 1e-14)
+    if name == "CUDA":
+        from gradilocks.kernels import cuda
+
+        return BackendCase(name, cuda, "cuda", [*SMALL, 32_769, 70_001], 1e-14)
+    return BackendCase(name, reference, "cuda" if "CUDA" in name else "cpu", [*SMALL, 70_001], 1e-6)
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def test_a_wrapper_subclass_is_left_to_plain_torch(cpu):
 
 def run(program):
     """Runs a program in a new process, in which nothing has opened a parallel region yet."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -145,7 +145,7 @@ def test_a_child_of_a_fork_does_not_wait_for_threads_of_its_parent(cpu):
         "cpu.measure([torch.ones(1 << 20)])\n"
         "child = os.fork()\n"
         "if child == 0:\n"
-        "    faulthandler.dump_traceback_later(30, exit=True)\n"
+        "    faulthandler.dump_traceback_later(300, exit=True)\n"
         "    tensors = [torch.empty(1 << 16) for _ in range(8)]\n"
         "    cpu.multiply_(tensors, torch.zeros((), dtype=torch.float64))\n"
         "    cpu.measure(tensors)\n"

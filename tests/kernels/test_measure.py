@@ -146,17 +146,16 @@ HARD = {
 }
 
 
-@pytest.mark.parametrize("name", HARD)
-@pytest.mark.parametrize("size", [(1 << 20) + 77, (1 << 16) + 1])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *((name, size) for name in HARD for size in ((1 << 20) + 77, (1 << 16) + 1)),
+        ("normal", 10_000_000),
+        ("one large in millions of small", 10_000_000),  # torch's norm is off by more.
+    ],
+)
 def test_plain_torch_is_within_one_millionth_for_large_float32_tensors(name, size):
     tensor = HARD[name](size)
-    expected = tensor.double().square().sum().sqrt().item()
-    assert reference.measure([tensor])[0].item() == pytest.approx(expected, rel=6e-7)
-
-
-@pytest.mark.parametrize("name", ["normal", "one large in millions of small"])
-def test_ten_million_elements_are_within_one_millionth_where_torchs_norm_is_not(name):
-    tensor = HARD[name](10_000_000)
     expected = tensor.double().square().sum().sqrt().item()
     assert reference.measure([tensor])[0].item() == pytest.approx(expected, rel=6e-7)
 

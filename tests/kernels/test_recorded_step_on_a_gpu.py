@@ -49,10 +49,10 @@ def make(*, dtype=torch.float32, layout=None, name="AdamW", shapes=SHAPES, **opt
     return SimpleNamespace(params=params, optimizer=optimizer, fused=fused, step=step, recorded=recorded)
 
 
-def run(twin, *, moves=True, is_unscaled=False, overflow=None, loss=None):
+def run(twin, *, updates_scale=True, is_unscaled=False, overflow=None, loss=None):
     assert twin.fused.is_current()
     addresses = twin.recorded._reader.read_gradients([param.grad for param in twin.params])
-    return twin.recorded.launch(addresses, StepInputs(is_unscaled, moves, overflow, loss))
+    return twin.recorded.launch(addresses, StepInputs(is_unscaled, updates_scale, overflow, loss))
 
 
 def everything(twin):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from control.given_gradients import use_path
+from control.given_gradients import PATHS, use_path
 
 CHUNK = 512
 
@@ -21,28 +21,13 @@ def use_interpreter(monkeypatch):
     return device
 
 
-def use_extension(monkeypatch):
-    """Runs the C kernels."""
-    return use_path("C", monkeypatch)
-
-
-def use_gpu(monkeypatch):
-    return "cuda"
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(use_extension, id="C"),
-        pytest.param(use_interpreter, id="interpreted"),
-        pytest.param(use_gpu, id="cuda", marks=pytest.mark.gpu),
-    ]
-)
+@pytest.fixture(params=PATHS[1:])
 def device(request, monkeypatch):
     """The device of the parameters; kernels serve it."""
-    return request.param(monkeypatch)
+    return use_interpreter(monkeypatch) if request.param == "Triton" else use_path(request.param, monkeypatch)
 
 
 @pytest.fixture
 def extension(monkeypatch):
     """CPU tensors, served by the C extension."""
-    return use_extension(monkeypatch)
+    return use_path("C", monkeypatch)

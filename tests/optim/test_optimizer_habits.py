@@ -1,4 +1,4 @@
-"""Hooks, schedulers, closures, torch.compile and DTensors around the optimizers."""
+"""Hooks, closures, torch.compile and DTensors around the optimizers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,6 @@ def test_step_hooks_run_once(extension):
         optimizer.register_step_post_hook(lambda *_: calls.append("after"))
         twins.run(optimizer, 1)
     assert calls == ["before", "after"] * 2
-
-
-def test_schedulers_see_the_steps(device):
-    """torch warns, which is an error here, if a scheduler has not seen a step."""
-    optimizer = optim.AdamW(twins.parameters([(3,)], device=device), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    for step in range(3):
-        twins.run(optimizer, 1, first=step)
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.125
 
 
 def test_a_closure_is_evaluated_with_gradients(device):

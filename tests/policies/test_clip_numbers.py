@@ -26,11 +26,6 @@ NORMS = (1.0, 2.0, 3.0, 2.0, 2.0, 10.0, 2.5)
 G1, G2 = [3.0, 4.0], [0.0, 0.0, 12.0]
 
 
-def bounds(policy, norms):
-    driver = Driver(policy)
-    return [driver.step(norm).bound for norm in norms]
-
-
 @pytest.mark.parametrize(
     ("policy", "norm", "first", "last"),
     [
@@ -81,18 +76,17 @@ def test_zscore_clip():
 
 
 @pytest.mark.parametrize(
-    ("quantile", "expected"), [(0.1, [1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]), (0.9, [1, 1.9, 2.8, 2.7, 2.6, 6.5, 5.8])]
+    ("policy", "norms", "expected"),
+    [
+        (QuantileClip(0.1), NORMS, [1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]),
+        (QuantileClip(0.9), NORMS, [1, 1.9, 2.8, 2.7, 2.6, 6.5, 5.8]),
+        (QuantileClip(0.5, window=3), [100, 100, 1, 2, 3], [100, 100, 100, 2, 2]),  # Forgets older norms.
+        (QuantileClip(0.1, warmup=2), [1, 2, 3], [INF, INF, 1.2]),  # Observes before it clips.
+    ],
 )
-def test_quantile_clip(quantile, expected):
-    assert bounds(QuantileClip(quantile), NORMS) == pytest.approx(expected)
-
-
-def test_quantile_clip_forgets_norms_older_than_its_window():
-    assert bounds(QuantileClip(0.5, window=3), [100.0, 100.0, 1.0, 2.0, 3.0])[-1] == pytest.approx(2.0)
-
-
-def test_quantile_clip_observes_before_it_clips():
-    assert bounds(QuantileClip(0.1, warmup=2), [1.0, 2.0, 3.0]) == [INF, INF, pytest.approx(1.2)]
+def test_quantile_clip(policy, norms, expected):
+    driver = Driver(policy)
+    assert [driver.step(norm).bound for norm in norms] == pytest.approx(expected)
 
 
 def test_adagc():
@@ -250,9 +244,3 @@ def test_a_step_that_one_policy_rejects_changes_no_state_of_the_chain():
     assert driver.step(50.0).rejected
     assert driver.states is before
     assert driver.states[1]["count"] == 3
-
-
-def test_chains_and_numbers_inside_a_chain_are_resolved():
-    whole = chain(chain(SkipSpikes(), 2), 1.0)
-    assert whole.policies == (SkipSpikes(), ClipByNorm(2.0), ClipByNorm(1.0))
-    assert whole == chain(SkipSpikes(), ClipByNorm(2.0), ClipByNorm(1.0))

@@ -7,16 +7,7 @@ import torch
 
 from gradilocks.clip import ClipByNorm, ClipPolicy, chain, resolve_clip
 from gradilocks.scale import DynamicScale, ScalePolicy, StaticScale, resolve_scale
-from policies.drive import Driver
-from policies.own_policies import ClipPerTensor, NotAboveTheLast, Thirds
-
-
-def test_a_subclass_needs_only_its_limit():
-    driver = Driver(ClipPerTensor(1.0))
-    step = driver.step([3.0, 4.0], [0.5])
-    assert step.ratios == pytest.approx([0.2, 1.0], rel=1e-6)
-    assert driver.state == {}
-    assert ClipPerTensor(1.0).order == 2.0
+from policies.own_policies import NotAboveTheLast, Thirds
 
 
 def test_a_subclass_without_update_keeps_its_state():
@@ -32,7 +23,7 @@ def test_clip_resolves_none_numbers_policies_and_chains():
     assert resolve_clip(None) == ()
     assert resolve_clip(1) == (ClipByNorm(1.0),)
     assert resolve_clip(own)[0] is own
-    assert resolve_clip(chain(own, 0.5)) == (own, ClipByNorm(0.5))
+    assert resolve_clip(chain(chain(own, 2), 0.5)) == (own, ClipByNorm(2.0), ClipByNorm(0.5))
 
 
 def test_scale_resolves_none_dynamic_numbers_and_policies():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import gradilocks
+from control.given_gradients import PATHS, take_step, use_path
 from gradilocks import AdaGC, ClipByNorm, GradientControl, SkipSpikes, StaticScale, chain
 from policies.drive import Driver
 from policies.test_clip_laws import POLICIES
@@ -60,34 +61,52 @@ def applied(name, params):
     return optimizer, read
 
 
-@pytest.mark.parametrize("optimizer_name", ["multiplied in place", "torch fused", "gradilocks.optim"])
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_control_clips_as_the_formulas_do_in_float64(name, optimizer_name):
-    params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+def check(name, optimizer_name, device):
+    """Trains under a control; compares with the formulas over the same weights."""
+    torch.manual_seed(1)
+    # The optimizer that changes nothing has weights of any size, on which policies per row depend.
+    is_kept = optimizer_name == "multiplied in place"
+    weights = [torch.randn(shape) * is_kept for shape in SHAPES]
+    params = [nn.Parameter(weight.to(device)) for weight in weights]
     optimizer, read = applied(optimizer_name, params)
     control = GradientControl(
         optimizer, model={"layer": nn.ParameterList(params)}, scale=StaticScale(1024.0), clip=POLICIES[name]
     )
-    driver = Driver(POLICIES[name])
+    driver = Driver(POLICIES[name], weights=[weight.double() for weight in weights])
     for step in range(len(SIZES)):
         grads = gradients(step)
         with torch.no_grad():
-            for param in params:
+            for param in () if is_kept else params:
                 param.zero_()
-        losses = [(p * g).sum() for i, (p, g) in enumerate(zip(params, grads, strict=True)) if (step, i) != (4, 2)]
-        control.backward(sum(losses))
-        outcome = control.step()
+        pairs = [(p, g) for i, (p, g) in enumerate(zip(params, grads, strict=True)) if (step, i) != (4, 2)]
+        outcome = take_step(control, *pairs)
         expected = driver.step(*grads)
         assert (outcome.skipped, outcome.rejected) == (expected.skipped, expected.rejected), step
         if not expected.skipped:
             if expected.norm:  # A limit of zero clips gradients of zero, too.
                 assert outcome.clipped == expected.clipped, step
             for found, wanted in zip(read(), expected.gradients, strict=True):
-                torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0.0)
+                torch.testing.assert_close(found.double().cpu(), wanted, rtol=1e-6, atol=0.0)
         if math.isfinite(expected.norm):
             assert outcome.norm == pytest.approx(expected.norm, rel=1e-6)
             assert outcome.limit == pytest.approx(expected.bound, rel=1e-6)
-        control.zero_grad()
+
+
+@pytest.mark.parametrize("optimizer_name", ["multiplied in place", "torch fused", "gradilocks.optim"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_control_clips_as_the_formulas_do_in_float64(name, optimizer_name):
+    check(name, optimizer_name, "cpu")
+
+
+ONE_OF_EACH = ("ClipByNorm 1", "ClipByNorm p=3", "ClipByValue 0.5", "ClipPerGroup", "AdaptiveClip", "AdaGC")
+"""One policy for each kind of norms."""
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("optimizer_name", ["multiplied in place", "gradilocks.optim"])
+@pytest.mark.parametrize("name", [*ONE_OF_EACH, "chain of parts", "own policy without a base class"])
+def test_a_control_clips_as_the_formulas_do_on_every_device_path(name, optimizer_name, path, monkeypatch):
+    check(name, optimizer_name, use_path(path, monkeypatch))
 
 
 def test_a_rejected_step_changes_neither_parameters_nor_scale_nor_the_memory_of_other_policies():

@@ -148,30 +148,32 @@ def test_every_public_policy_is_listed_here():
 # The rule of DynamicScale.
 
 
-def test_megatrons_sequence():
-    policy = DynamicScale(init_scale=1024.0, growth_interval=3, hysteresis=2)
-    flags = [1, 0, 1, 1, 0, 0, 0, 1, 1]
-    assert scale_path(policy, flags)[1:] == [1024, 1024, 512, 256, 256, 256, 512, 512, 256]
+SEQUENCES = {
+    "Megatron's": (
+        DynamicScale(init_scale=1024.0, growth_interval=3, hysteresis=2),
+        [1, 0, 1, 1, 0, 0, 0, 1, 1],
+        [1024, 1024, 512, 256, 256, 256, 512, 512, 256],
+    ),
+    "an interval of four grows at 4 and 8": (
+        DynamicScale(init_scale=1.0, growth_interval=4), [0] * 9, [1, 1, 1, 2, 2, 2, 2, 4, 4]
+    ),
+    "an overflow restarts the interval": (
+        DynamicScale(init_scale=8.0, growth_interval=3), [0, 0, 1, 0, 0, 0], [8, 8, 4, 4, 4, 8]
+    ),
+    "only growth refills the hysteresis": (
+        DynamicScale(init_scale=64.0, growth_interval=2, hysteresis=3),
+        [1, 1, 0, 1, 0, 0, 1, 1, 1],
+        [64, 64, 64, 32, 32, 64, 64, 64, 32],
+    ),
+    "growth beyond the ceiling is omitted and the interval restarts": (
+        DynamicScale(init_scale=48.0, growth_interval=2, max_scale=100.0), [0] * 6, [48, 96, 96, 96, 96, 96]
+    ),
+}  # fmt: skip
 
 
-def test_an_interval_of_four_grows_at_4_8_and_12():
-    scales = scale_path(DynamicScale(init_scale=1.0, growth_interval=4), [0] * 13)
-    assert [step for step in range(1, 14) if scales[step] > scales[step - 1]] == [4, 8, 12]
-
-
-def test_an_overflow_restarts_the_interval():
-    assert scale_path(DynamicScale(init_scale=8.0, growth_interval=3), [0, 0, 1, 0, 0, 0]) == [8, 8, 8, 4, 4, 4, 8]
-
-
-def test_only_growth_refills_the_hysteresis():
-    policy = DynamicScale(init_scale=64.0, growth_interval=2, hysteresis=3)
-    assert scale_path(policy, [1, 1, 0, 1]) == [64, 64, 64, 64, 32]
-    assert scale_path(policy, [1, 1, 0, 0, 1, 1, 1]) == [64, 64, 64, 64, 128, 128, 128, 64]
-
-
-def test_growth_beyond_the_ceiling_is_omitted_and_the_interval_restarts():
-    policy = DynamicScale(init_scale=48.0, growth_interval=2, max_scale=100.0)
-    assert scale_path(policy, [0] * 6) == [48, 48, 96, 96, 96, 96, 96]
+@pytest.mark.parametrize(("policy", "flags", "expected"), SEQUENCES.values(), ids=SEQUENCES)
+def test_the_scale_after_each_step_of_a_sequence(policy, flags, expected):
+    assert scale_path(policy, flags)[1:] == expected
 
 
 def test_the_floor_holds_where_torchs_scale_reaches_zero():
@@ -198,7 +200,7 @@ def test_with_hysteresis_one_it_is_torchs_rule(interval, growth, backoff):
 def test_only_exact_classes_give_their_rule_in_plain_numbers():
     def moves_and_rules(policy):
         state = StepState(policy)
-        return state.moves, state.rules
+        return state.updates_scale, state.rules
 
     dynamic = DynamicScale(8.0, 3.0, 0.25, 7, 0.5, 64.0, 2)
     assert moves_and_rules(dynamic) == (True, dynamic)

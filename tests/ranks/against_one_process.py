@@ -85,7 +85,7 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def train(case: TrainingCase, clip: Any, *, make_scale: Callable[[], Any] | None = None) -> dict[str, Any]:
+def train(case: TrainingCase, clip: Any) -> dict[str, Any]:
     """Trains STEPS steps with an Inf in one of them.
 
     Returns:
@@ -93,7 +93,7 @@ def train(case: TrainingCase, clip: Any, *, make_scale: Callable[[], Any] | None
         collectives: of each step.
         culprits: of the step with the Inf.
     """
-    scale = (make_scale or _default_scale)()
+    scale = gradilocks.DynamicScale(init_scale=4.0, growth_interval=3)
     whole = {key: nn.Parameter(value) for key, value in _gather(case, lambda param: param.detach()).items()}
     with warnings.catch_warnings(action="ignore"):  # Plain tensors on several ranks: here each rank is to decide alone.
         alone = gradilocks.GradientControl(case.whole_optimizer(list(whole.values())), scale=scale, clip=clip)
@@ -131,10 +131,6 @@ def train(case: TrainingCase, clip: Any, *, make_scale: Callable[[], Any] | None
     if not 0 < clipped_steps < STEPS - 1:
         differences.append(f"{clipped_steps} of {STEPS} steps were clipped, so the case shows little")
     return {"differences": differences, "collectives": collectives, "culprits": culprits}
-
-
-def _default_scale() -> gradilocks.DynamicScale:
-    return gradilocks.DynamicScale(init_scale=4.0, growth_interval=3)
 
 
 def _any(case: TrainingCase, flag: bool) -> bool:

@@ -14,6 +14,12 @@ import torch
 import torch.distributed as dist
 from against_one_process import BAD_STEP, TrainingCase, loss_factor, optimizer_for
 from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import gradilocks
 
@@ -56,8 +62,6 @@ def seeded(make: Callable[[], Any], seed: int = 0) -> Any:
 
 
 def mesh_of(shape: Sequence[int], names: Sequence[str]) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
     return init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
 
 
@@ -143,8 +147,6 @@ def ddp(rank: int) -> TrainingCase:
 
 def ddp_around_wrappers(rank: int) -> TrainingCase:
     """Wrappers inside of wrappers do not appear in names."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
     net = seeded(Net)
     net.body = torch.compile(checkpoint_wrapper(net.body), backend="eager")
     model = nn.parallel.DistributedDataParallel(net)
@@ -157,7 +159,7 @@ def ddp_around_wrappers(rank: int) -> TrainingCase:
 
 def zero(rank: int) -> TrainingCase:
     """Every rank has all gradients and steps a part of the parameters."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # It warns when it is imported.
 
     case = ddp(rank)
     case.optimizers = [
@@ -170,8 +172,6 @@ def zero(rank: int) -> TrainingCase:
 
 
 def sharded(rank: int, **options: Any) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
     model = seeded(Net)
     fully_shard(model.body, **options)
     return fully_shard(model, **options)
@@ -198,14 +198,10 @@ def fsdp2_with_our_optimizer(rank: int) -> TrainingCase:
 
 
 def fsdp2_along_columns(rank: int) -> TrainingCase:
-    from torch.distributed.tensor import Shard
-
     return case_of(sharded(rank, shard_placement_fn=lambda p: Shard(1) if p.shape[1:] == (8,) else None), rank)
 
 
 def fsdp2_offloaded(rank: int) -> TrainingCase:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
     return case_of(sharded(rank, offload_policy=CPUOffloadPolicy(pin_memory=False)), rank)
 
 
@@ -221,14 +217,6 @@ def hsdp(rank: int) -> TrainingCase:
 
 
 def tensor_parallel(mesh: Any, *, sequence: bool = False) -> Any:
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
     plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if sequence:
         plan = {
@@ -286,16 +274,12 @@ def tp_inside_ddp(rank: int) -> TrainingCase:
 
 def fsdp2_over_tp(rank: int) -> TrainingCase:
     """The norm is sharded over dp alone, the rest over both dimensions."""
-    from torch.distributed.fsdp import fully_shard
-
     mesh = grid("dp", "tp")
     model: Any = fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["dp"])
     return case_of(model, rank, part=rank // 2, shape=SEQUENCES, options={"mesh": mesh})
 
 
 def hsdp_over_tp(rank: int) -> TrainingCase:
-    from torch.distributed.fsdp import fully_shard
-
     mesh = mesh_of((dist.get_world_size() // 4, 2, 2), ("replicate", "shard", "tp"))
     model: Any = fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["replicate", "shard"])
     return case_of(model, rank, part=rank // 2, shape=SEQUENCES, options={"mesh": mesh})
@@ -313,7 +297,6 @@ def placed(
         tensors: by name; a mesh of None makes a plain tensor that every rank holds.
         seed: of values and gradients.
     """
-    from torch.distributed.tensor import distribute_tensor
 
     def value(number: int, step: int) -> Any:
         mesh, placements, shape = list(tensors.values())[number]
@@ -331,8 +314,6 @@ def placed(
 
 
 def mixed_placements(rank: int) -> TrainingCase:
-    from torch.distributed.tensor import Replicate, Shard
-
     mesh, flat = grid("dp", "tp"), line()
     params, backward = placed(
         {
@@ -348,9 +329,6 @@ def mixed_placements(rank: int) -> TrainingCase:
 
 
 def idle_half(rank: int) -> TrainingCase | None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Replicate, Shard
-
     half = dist.get_world_size() // 2
     mesh = DeviceMesh("cpu", list(range(half)))
     if rank >= half:
@@ -362,8 +340,6 @@ def idle_half(rank: int) -> TrainingCase | None:
 
 def two_models(rank: int) -> TrainingCase:
     """One model on each half of the ranks, over two dimensions."""
-    from torch.distributed.tensor import Replicate, Shard
-
     half = dist.get_world_size() // 2
     mesh = mesh_of((2, 2, half // 2), ("model", "dp", "tp"))["dp", "tp"]
     groups = [dist.new_group(list(range(begin, begin + half))) for begin in (0, half)]
@@ -376,8 +352,6 @@ def two_models(rank: int) -> TrainingCase:
 
 
 def two_optimizers(rank: int) -> TrainingCase:
-    from torch.distributed.tensor import Replicate, Shard
-
     first, second = line(), grid("dp", "tp")
     params, backward = placed(
         {
@@ -396,8 +370,6 @@ def two_optimizers(rank: int) -> TrainingCase:
 
 def dtensor_experts(rank: int) -> TrainingCase:
     """Dense tensors over one dimension of all ranks, experts over two of the same ranks, as in torchtitan."""
-    from torch.distributed.tensor import Shard
-
     params, backward = placed(
         {
             "dense": (line(), [Shard(0)], (5, 3)),
@@ -409,8 +381,6 @@ def dtensor_experts(rank: int) -> TrainingCase:
 
 def replicated_experts(rank: int) -> TrainingCase:
     """Experts sharded over ep and replicated over dp, beside a plain router."""
-    from torch.distributed.tensor import Shard
-
     mesh = grid("dp", "ep")
     params, backward = placed(
         {
@@ -505,8 +475,6 @@ def hand_made_parts(rank: int) -> TrainingCase:
 
 def fsdp1(rank: int) -> TrainingCase:
     """FSDP1 is an error without `share=`; with it, every flat shard counts."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     model = FullyShardedDataParallel(seeded(Net), device_id=torch.device("cpu"), use_orig_params=False)
     return case_of(model, rank, options={"share": lambda name, param: 1.0}, key=lambda name: (name, rank))
 
@@ -524,8 +492,6 @@ def pipeline_of(
     after: Callable[[Any], None] = lambda model: None,
 ) -> TrainingCase:
     """Layers on the stages of mesh["pp"] under one of torch's schedules; the first stage has one layer more."""
-    from torch.distributed import pipelining
-
     group = mesh["pp"].get_group()
     place, count = dist.get_rank(group), dist.get_world_size(group)
     is_interleaved = "Interleaved" in schedule
@@ -577,8 +543,6 @@ def pipeline_in_dp(rank: int) -> TrainingCase:
 
 
 def pipeline_of_fsdp2(rank: int) -> TrainingCase:
-    from torch.distributed.fsdp import fully_shard
-
     mesh = mesh_of((2, dist.get_world_size() // 2), ("pp", "dp"))
     return pipeline_of(
         rank,
@@ -590,9 +554,6 @@ def pipeline_of_fsdp2(rank: int) -> TrainingCase:
 
 
 def pipeline_of_tp(rank: int) -> TrainingCase:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
     mesh = mesh_of((2, dist.get_world_size() // 2), ("pp", "tp"))
     plan = {"0": ColwiseParallel(output_layouts=Replicate())}
     return pipeline_of(rank, mesh, "ScheduleGPipe", prepare=lambda layer: parallelize_module(layer, mesh["tp"], plan))

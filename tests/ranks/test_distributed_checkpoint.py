@@ -13,6 +13,7 @@ from parallel_models import line, mesh_of, seeded
 from rank_world import world
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import gradilocks
 
@@ -31,8 +32,6 @@ CASES: dict[str, tuple[Any, Any]] = {
 def make(optimizer_class: Any, clip: Any) -> tuple[Any, Any, gradilocks.GradientControl]:
     model = seeded(lambda: nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)))
     if dist.is_initialized():
-        from torch.distributed.fsdp import fully_shard
-
         fully_shard(model, mesh=line())
     optimizer = optimizer_class(model.parameters(), lr=0.1)
     scale = gradilocks.DynamicScale(init_scale=8.0, growth_interval=3)
@@ -99,8 +98,6 @@ def test_training_resumes_on_fewer_ranks(saved: tuple[Path, dict[str, Any]], ran
 
 
 def optimizers_that_step_alone(rank: int, folder: Path, is_loading: bool) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
     model: Any = fully_shard(seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))), mesh=line())
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
     control = gradilocks.GradientControl(*optimizers, model=model, clip=gradilocks.AdaGC(warmup=1), scale=None)

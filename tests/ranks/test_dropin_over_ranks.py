@@ -12,6 +12,7 @@ from against_one_process import CollectiveCounter
 from parallel_models import batch, grid, line, local_of, loss_of, mesh_of, sharded, tensor_parallel
 from rank_world import world
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import gradilocks
 
@@ -26,10 +27,8 @@ def norm_of(tensors: list[Tensor], order: float = 2.0) -> float:
     return torch.linalg.vector_norm(torch.cat([t.flatten() for t in tensors]).double(), order).item()
 
 
-def placed(mesh: Any, number: int, *placements: Any, shape: tuple[int, ...] = (6, 4)) -> nn.Parameter:
+def placed(mesh: Any, number: int, *placements: Any, shape: tuple[int, ...] = (5, 4)) -> nn.Parameter:
     """A parameter with the same random gradient on all ranks."""
-    from torch.distributed.tensor import distribute_tensor
-
     param = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, placements))
     param.grad = distribute_tensor(batch(number, 0, *shape), mesh, placements)
     return param
@@ -79,10 +78,71 @@ def test_the_scaler_recipe_trains_as_one_process(layout: str) -> None:
     assert world(4).run(scaler_recipe, layout) == [[]] * 4
 
 
+def step_with_an_inf_on_rank_one(
+    rank: int, names: list[str], fused: bool, unscale_first: bool, has_gradients: bool
+) -> list[Any]:
+    """Parameters after a skipped and a taken step, the scale after each, and the culprits of this rank."""
+    mesh, flat = grid("dp", "tp"), line()
+    layouts: dict[str, tuple[Any, ...]] = {
+        "hsdp": (mesh, Replicate(), Shard(0)),
+        "fsdp and tp": (mesh, Shard(0), Shard(1)),
+        "replicated": (mesh, Replicate(), Replicate()),
+        "fsdp": (flat, Shard(0)),
+        "tp": (mesh["tp"], Shard(0)),
+    }
+    params = [
+        placed(layouts[name][0], 0, *layouts[name][1:], shape=(5, 4))
+        if name in layouts
+        else nn.Parameter(torch.zeros(3))
+        for name in names
+    ]
+    model = nn.ParameterDict(zip(names, params, strict=True))
+    scaler, optimizer = gradilocks.GradScaler("cpu", 8.0, model=model), torch.optim.Adam(params, lr=1.0, fused=fused)
+    history = []
+    for is_bad in (True, False):
+        scaler.scale(torch.ones(()))
+        for param in params:
+            param.grad = (torch.zeros_like(param) + scaler.get_scale()) if has_gradients or rank else None
+        if is_bad and rank == 1:
+            local_of(params[0].grad).view(-1)[0] = math.inf
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        outcome: Any = scaler.outcome
+        culprits = outcome.culprits
+        scaler.update()
+        values = torch.cat([local_of(param.detach()).flatten() for param in params])
+        history.append((values.tolist(), scaler.get_scale(), culprits))
+    return history
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize(
+    ("names", "fused"),
+    [
+        (["hsdp", "plain"], False),
+        (["fsdp and tp", "replicated"], False),
+        (["fsdp and tp", "replicated"], True),  # torch's fused steps reject other mixtures.
+        (["fsdp", "tp", "plain"], False),
+    ],
+    ids=str,
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(names: list[str], fused: bool, unscale_first: bool) -> None:
+    results = world(4).run(step_with_an_inf_on_rank_one, names, fused, unscale_first, True)
+    for rank, (skipped, taken) in enumerate(results):
+        assert set(skipped[0]) <= {0.0}
+        assert skipped[1:] == (4.0, (names[0],) if rank == 1 else ())
+        assert taken[0] == pytest.approx([-1.0] * len(taken[0]))
+        assert taken[1:] == (4.0, ())
+
+
+def test_a_rank_without_gradients_takes_part() -> None:
+    for skipped, taken in world(4).run(step_with_an_inf_on_rank_one, ["fsdp"], False, True, False):
+        assert skipped[1] == taken[1] == 4.0
+
+
 def clip_in_layouts(rank: int) -> list[Any]:
     """torch's placements, several meshes in one call, plain tensors beside DTensors, partial sums."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
     mesh, flat = grid("dp", "tp"), line()
     found = []
     for order in ORDERS:
@@ -97,7 +157,7 @@ def clip_in_layouts(rank: int) -> list[Any]:
         plain.grad = batch(3, 0, 3)
         cases["plain beside"] = [placed(flat, 1, Shard(0)), plain]
         partial = placed(flat, 1, Replicate())
-        partial.grad = DTensor.from_local(batch(1, 0, 6, 4) / 4, flat, [Partial()])
+        partial.grad = DTensor.from_local(batch(1, 0, 5, 4) / 4, flat, [Partial()])
         cases["partial sums"] = [partial]
         for name, params in cases.items():
             expected = norm_of(whole_grads(params), order)
@@ -123,8 +183,6 @@ def test_the_norm_over_dtensors_is_that_of_the_whole_tensors() -> None:
 
 def over_stages(rank: int) -> list[Any]:
     """torchtitan: the norm of a stage is reduced over "pp" by hand, then applied."""
-    from torch.distributed.tensor import Shard
-
     mesh, found = mesh_of((2, 1, 2), ("pp", "dp", "tp")), []
     for order in ORDERS:
         stages = [
@@ -158,8 +216,6 @@ def test_a_norm_reduced_over_stages_by_hand_clips_all_of_them() -> None:
 
 
 def collectives(rank: int) -> dict[str, Any]:
-    from torch.distributed.tensor import Replicate, Shard
-
     mesh, found = grid("dp", "tp"), {}
     for name, params in {
         "line": [placed(line(), i, Shard(0)) for i in range(3)],

@@ -11,6 +11,10 @@ import torch.distributed as dist
 from parallel_models import mesh_of
 from rank_world import caught, world
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from gradilocks.ranks import layout as layouts
@@ -23,8 +27,6 @@ def params_of(model: nn.Module) -> tuple[list[Any], list[str]]:
 
 
 def tensor_parallel(mesh: Any) -> nn.Module:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8))
     return parallelize_module(model, mesh, {"1": ColwiseParallel(), "2": RowwiseParallel()})
 
@@ -33,71 +35,6 @@ def shares(model: nn.Module, **arguments: Any) -> dict[str, float] | None:
     params, names = params_of(model)
     layout = layout_of(params, names, **arguments)
     return None if layout is None else dict(zip(names, layout.shares, strict=True))
-
-
-def distributed_shares(rank: int) -> dict[str, Any]:
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    grid = mesh_of((2, 2), ("dp", "tp"))
-    found: dict[str, Any] = {}
-    found["FSDP2"] = shares(fully_shard(nn.Linear(8, 8)))
-    found["HSDP"] = shares(fully_shard(nn.Linear(8, 8), mesh=grid))
-    found["TP"] = shares(tensor_parallel(mesh_of((4,), ("tp",))))
-    found["TP inside DP"] = shares(tensor_parallel(grid["tp"]), mesh=grid)
-    both = fully_shard(tensor_parallel(grid["tp"]), mesh=grid["dp"])
-    found["FSDP2 over TP"] = shares(both, mesh=grid)
-    found["PP in DP"] = shares(nn.Linear(4, 4), mesh=mesh_of((2, 2), ("dp", "pp")), distinct="pp")
-    pipeline = mesh_of((2, 2), ("pp", "dp"))
-    staged = fully_shard(nn.Linear(8, 8), mesh=pipeline["dp"])
-    found["PP of FSDP2"] = shares(staged, mesh=pipeline, distinct=("pp",))
-    # The experts span the distinct dimension themselves.
-    experts = fully_shard(nn.Linear(8, 8), mesh=mesh_of((2, 2), ("efsdp", "ep"))["ep"])
-    found["experts along ep"] = shares(experts, mesh=mesh_of((2, 2), ("dp", "ep")), distinct=("ep",))
-    found["by a function"] = shares(
-        nn.Linear(4, 4), mesh=dist.group.WORLD, share=lambda name, param: 1.0 if name == "bias" else None
-    )
-    return found
-
-
-def test_shares_count_every_element_once() -> None:
-    for found in world(4).run(distributed_shares):
-        assert found["FSDP2"] == {"weight": 1.0, "bias": 1.0}
-        assert found["HSDP"] == {"weight": 0.5, "bias": 0.5}
-        norm, split = {"0.weight": 0.25, "0.bias": 0.25}, {"1.weight": 1.0, "1.bias": 1.0, "2.weight": 1.0}
-        assert found["TP"] == {**norm, **split, "2.bias": 0.25}
-        assert found["TP inside DP"] == {
-            **norm, "1.weight": 0.5, "1.bias": 0.5, "2.weight": 0.5, "2.bias": 0.25,
-        }  # fmt: skip
-        assert found["FSDP2 over TP"] == {"0.weight": 0.5, "0.bias": 0.5, **split, "2.bias": 0.5}
-        assert found["PP in DP"] == {"weight": 0.5, "bias": 0.5}
-        assert found["PP of FSDP2"] == {"weight": 1.0, "bias": 1.0}
-        assert found["experts along ep"] == {"weight": 0.5, "bias": 0.5}
-        assert found["by a function"] == {"weight": 0.25, "bias": 1.0}
-
-
-def groups_and_stages(rank: int) -> list[Any]:
-    mesh = mesh_of((2, 2), ("pp", "dp"))
-    model = nn.Linear(2, 2)
-    staged = layout_of(*params_of(model), mesh=mesh, distinct=("pp",))
-    half = layout_of(*params_of(model), mesh=mesh["dp"])
-    assert staged is not None
-    assert half is not None
-    return [
-        (staged.ranks, staged.stage, [dist.get_process_group_ranks(group) for group in staged.spmd_groups]),
-        (half.ranks, half.stage, [dist.get_process_group_ranks(group) for group in half.groups]),
-        [dist.get_process_group_ranks(group) for group in staged.distinct_groups],
-        staged.device.type,
-    ]
-
-
-def test_groups_follow_the_mesh() -> None:
-    for rank, (staged, half, along, device) in enumerate(world(4).run(groups_and_stages)):
-        peers = [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert staged == ((0, 1, 2, 3), rank // 2, [peers])
-        assert half == (tuple(peers), 0, [peers])
-        assert along == [[rank % 2, rank % 2 + 2]]
-        assert device == "cpu"
 
 
 class Partly(nn.Module):
@@ -158,10 +95,6 @@ def test_data_parallel_replicas_decide_alone_and_partial_ones_are_an_error() -> 
 
 
 def errors(rank: int) -> dict[str, Any]:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor, Partial
-
     grid, model = mesh_of((2, 2), ("dp", "tp")), nn.Linear(8, 8)
     found: dict[str, Any] = {}
     found["sub-mesh"] = caught(lambda: shares(tensor_parallel(grid["tp"])))

@@ -17,6 +17,7 @@ from against_one_process import CollectiveCounter
 from parallel_models import CASES, grid, line, mesh_of, seeded, sharded
 from rank_world import caught, world
 from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from gradilocks import measure
 
@@ -148,8 +149,6 @@ def test_norms_over_ranks_are_those_of_whole_tensors() -> None:
 
 def other_placements(rank: int) -> list[float]:
     """Gradients whose placements are not those of their parameter."""
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-
     mesh, whole, found = line(), torch.tensor([3.0, 4.0, 0.0, 12.0]), []
     for placement in (Shard(0), Replicate()):
         param = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [placement]))

@@ -10,6 +10,7 @@ import torch
 from parallel_models import line, local_of, mesh_of, seeded
 from rank_world import caught, world
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gradilocks
 from gradilocks import GradientControl
@@ -27,8 +28,6 @@ class Model(nn.Module):
 
 
 def sharded() -> Any:
-    from torch.distributed.fsdp import fully_shard
-
     return fully_shard(seeded(Model), mesh=line())
 
 
@@ -127,32 +126,25 @@ def test_names_are_those_of_the_construction() -> None:
     assert world(4).run(unsharded_after_backward) == [[True, ("head.weight",)]] * 4
 
 
-def unscaled_by_hand(rank: int) -> list[Any]:
-    model = sharded()
-    control = control_of(model)
-    backward(control, model, rank)
-    write(model, {"head.weight": math.inf} if rank == 2 else {})
-    control.unscale_()
-    write(model, {"head.weight": 0.0})  # Removed, but the overflow has been seen.
-    return [control.step().skipped, control.scale]
+def overflow_of_one_rank(rank: int) -> dict[str, Any]:
+    """Inf on rank 2; after unscale_ it is removed, but has been seen."""
+    found = {}
+    for call in ("step", "update", "raise"):
+        model = sharded()
+        control = control_of(model, on_nonfinite="raise" if call == "raise" else "skip")
+        backward(control, model, rank)
+        write(model, {"head.weight": math.inf} if rank == 2 else {})
+        if call != "raise":
+            control.unscale_()
+            write(model, {"head.weight": 0.0})
+        error, _ = caught(control.update if call == "update" else control.step)
+        found[call] = error, control.outcome and control.outcome.skipped, control.scale
+    return found
 
 
-def test_an_overflow_that_unscale_found_on_one_rank_skips_everywhere() -> None:
-    assert world(4).run(unscaled_by_hand) == [[True, 4.0]] * 4
-
-
-def unscaled_without_a_step(rank: int) -> float:
-    model = sharded()
-    control = control_of(model)
-    backward(control, model, rank)
-    write(model, {"head.weight": math.inf} if rank == 2 else {})
-    control.unscale_()
-    control.update()  # The script discards the gradients itself.
-    return control.scale
-
-
-def test_an_update_without_a_step_lowers_the_scale_of_every_rank() -> None:
-    assert world(4).run(unscaled_without_a_step) == [4.0] * 4
+def test_an_overflow_of_one_rank_skips_lowers_the_scale_or_raises_everywhere() -> None:
+    expected = {"step": ("", True, 4.0), "update": ("", None, 4.0), "raise": ("NonFiniteGradient", True, 4.0)}
+    assert world(4).run(overflow_of_one_rank) == [expected] * 4
 
 
 def unscaled_on_one_rank(rank: int) -> Any:
@@ -228,7 +220,7 @@ def train_from_nan(model: Any, optimizer: Any) -> list[Any]:
 
 
 def zero_redundancy(rank: int, name: str) -> list[Any]:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # It warns when it is imported.
 
     model = nn.parallel.DistributedDataParallel(seeded(Model))
     kind, options = ZERO[name]
@@ -249,8 +241,6 @@ def test_zero_redundancy_optimizers_skip_and_step_as_one_process(name: str) -> N
 
 def overflow_in_the_reduction(rank: int) -> list[Any]:
     """Every rank's float16 gradient is finite, and their sum is not."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     model = nn.Sequential(nn.Linear(4, 8, bias=False))
     nn.init.constant_(model[0].weight, 0.5)
     half = torch.float16
@@ -274,8 +264,6 @@ def test_an_overflow_in_a_float16_reduction_is_skipped_by_all() -> None:
 
 
 def small_gradients_in_float16(rank: int) -> dict[tuple[Any, Any], float]:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     found = {}
     for reduced in (torch.float16, torch.float32):
         for scale in (None, 2.0**16):
@@ -355,18 +343,6 @@ def through_as_scaler(rank: int) -> list[Any]:
 
 def test_a_framework_that_takes_a_scaler_skips_on_every_rank() -> None:
     assert world(4).run(through_as_scaler) == [[(False, 8.0), (True, 4.0), (False, 4.0)]] * 4
-
-
-def raise_on_nonfinite(rank: int) -> Any:
-    model = sharded()
-    control = control_of(model, on_nonfinite="raise")
-    backward(control, model, rank)
-    write(model, {"body.bias": math.inf} if rank == 1 else {})
-    return caught(control.step)[0]
-
-
-def test_a_nonfinite_gradient_on_one_rank_raises_on_every_rank() -> None:
-    assert world(4).run(raise_on_nonfinite) == ["NonFiniteGradient"] * 4
 
 
 # --- ranks that differ -----------------------------------------------------------------------------------------------

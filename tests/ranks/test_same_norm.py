@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from parallel_models import grid, line
 from rank_world import world
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import gradilocks
 from gradilocks import kernels
@@ -34,22 +36,18 @@ def gradients(draw: int) -> list[Tensor]:
 
 def layouts() -> dict[str, tuple[Any, list[Any], dict[str, Any]]]:
     """By name: a mesh, placements to take in turn, and arguments of the control."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
-
-    ranks = dist.get_world_size()
-    line = init_device_mesh("cpu", (ranks,), mesh_dim_names=("all",))
+    flat = line()
     found: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
-        "FSDP2": (line, [[Shard(0)]], {}),
-        "replicas": (line, [[Replicate()]], {}),
-        "mixed": (line, [[Shard(0)], [Replicate()]], {}),
+        "FSDP2": (flat, [[Shard(0)]], {}),
+        "replicas": (flat, [[Replicate()]], {}),
+        "mixed": (flat, [[Shard(0)], [Replicate()]], {}),
     }
-    if ranks > 2:
-        grid = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+    if dist.get_world_size() > 2:
+        mesh = grid("dp", "tp")
         every = [[a, b] for a in (Shard(0), Replicate()) for b in (Shard(0), Replicate())]
-        found["grid"] = grid, every, {}
-        found["HSDP"] = grid, [[Replicate(), Shard(0)]], {}
-        found["TP inside DP"] = grid["tp"], [[Shard(0)], [Replicate()]], {"mesh": grid}
+        found["grid"] = mesh, every, {}
+        found["HSDP"] = mesh, [[Replicate(), Shard(0)]], {}
+        found["TP inside DP"] = mesh["tp"], [[Shard(0)], [Replicate()]], {"mesh": mesh}
     return found
 
 
@@ -68,8 +66,6 @@ def norms_of(grads: list[Tensor], **options: Any) -> list[float]:
 
 
 def norms_over_ranks(rank: int) -> dict[str, list[list[float]]]:
-    from torch.distributed.tensor import distribute_tensor
-
     return {
         name: [
             norms_of(
@@ -98,11 +94,8 @@ def test_the_norm_is_that_of_one_process(ranks: int) -> None:
 
 
 def known_norms(rank: int) -> list[float]:
-    """TP shards [3] and [4] with a replicated [12]; two experts with norms √20 and √100."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    """TP shards [3] and [4] with a replicated [12]; two experts with norms √20 and √100, also beside the shards."""
+    mesh = line("ep")
     split = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Shard(0)]))
     split.grad = distribute_tensor(torch.tensor([3.0, 4.0]), mesh, [Shard(0)])
     replicated = nn.Parameter(distribute_tensor(torch.zeros(1), mesh, [Replicate()]))
@@ -110,14 +103,17 @@ def known_norms(rank: int) -> list[float]:
     control = gradilocks.GradientControl(torch.optim.SGD([split, replicated], lr=1.0), scale=None)
     expert = nn.Parameter(torch.zeros(1))
     expert.grad = torch.tensor([math.sqrt((20.0, 100.0)[rank])])
-    experts = gradilocks.GradientControl(torch.optim.SGD([expert], lr=1.0), scale=None, mesh=mesh, distinct="ep")
-    return [control.norm().item(), control.step().norm, experts.step().norm]
+    options: dict[str, Any] = {"scale": None, "mesh": mesh, "distinct": "ep"}
+    experts, both = (
+        gradilocks.GradientControl(torch.optim.SGD(params, lr=1.0), **options) for params in ([expert], [expert, split])
+    )
+    return [control.norm().item(), control.step().norm, experts.step().norm, both.step().norm]
 
 
 def test_known_norms_of_shards_and_experts() -> None:
-    for before, norm, experts in world(2).run(known_norms):
+    for before, norm, experts, both in world(2).run(known_norms):
         assert before == norm == 13.0
-        assert experts == pytest.approx(10.954451, rel=1e-7)
+        assert (experts, both) == pytest.approx((10.954451, math.sqrt(145.0)), rel=1e-7)
 
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -158,8 +154,6 @@ def trained(params: list[nn.Parameter], grads_of: Callable[[int, float], list[Te
 
 
 def training_over_ranks(rank: int) -> dict[tuple[str, str], Any]:
-    from torch.distributed.tensor import distribute_tensor
-
     ranks, found = dist.get_world_size(), {}
     for name in PLACED[ranks]:
         mesh, placements, options = layouts()[name]

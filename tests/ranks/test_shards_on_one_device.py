@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from parallel_models import local_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import gradilocks
 from gradilocks import control as control_module
@@ -25,8 +28,6 @@ STEPS, BAD_STEP = 6, 2
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def mesh(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A mesh of one device, over the usual backend of that device."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     kind, options = request.param, {}
     if kind == "cuda":
         torch.zeros(1, device="cuda")  # A mesh warns if nobody has chosen the device before.
@@ -115,8 +116,6 @@ TRAININGS: dict[str, Callable[[nn.Module, str], list[Any]]] = {
 
 
 def compare(mesh: Any, training: str, **options: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     device = mesh.device_type
     whole, sharded = model_on(device), model_on(device)
     fully_shard(sharded, mesh=mesh, **options)
@@ -147,8 +146,6 @@ def test_a_sharded_model_trains_as_the_whole_one_through_the_collective(mesh: An
 @pytest.mark.parametrize("mesh", ["cuda"], indirect=True)
 @pytest.mark.parametrize("training", TRAININGS)
 def test_an_offloaded_model_trains_as_the_whole_one(mesh: Any, training: str) -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
     compare(mesh, training, offload_policy=CPUOffloadPolicy())
 
 
@@ -159,8 +156,6 @@ def test_an_offloaded_model_trains_as_the_whole_one(mesh: Any, training: str) ->
 @pytest.mark.parametrize("optimizer_class", [gradilocks.optim.AdamW, torch.optim.AdamW], ids=["ours", "torch's"])
 @pytest.mark.parametrize("clip", [None, 1.0, gradilocks.ZScoreClip()], ids=["none", "norm", "learns"])
 def test_a_step_over_ranks_does_not_synchronize(mesh: Any, optimizer_class: Any, clip: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     model = model_on("cuda")
     fully_shard(model, mesh=mesh)
     control = gradilocks.GradientControl(
@@ -201,8 +196,6 @@ class GivenGradients:
     """Parameters sharded over the mesh, whose gradients are the inputs."""
 
     def __init__(self, mesh: Any, clip: str, scale: str, make_optimizer: Callable[[Any], Any]) -> None:
-        from torch.distributed.tensor import Shard, distribute_tensor
-
         values = self.random(0)
         self.params = nn.ParameterList(
             nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]) if value.ndim else value) for value in values

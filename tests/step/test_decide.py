@@ -103,47 +103,12 @@ def numbers(decision):
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_the_multiplier_is_torchs_clip_coefficient_over_the_scale(index):
-    decision = both(statistics_of([(24.0, 0, 0), (32.0, 0, 0)]), max_norm=1.0, scale=8.0)[index]
-    assert numbers(decision)["norm"] == 5.0
-    assert float(decision.multiplier) == pytest.approx(1.0 / (5.0 + 1e-6) / 8.0, rel=1e-12)
-    assert float(decision.divisor) == pytest.approx(8.0 * (5.0 + 1e-6), rel=1e-7)
-    assert numbers(decision)["clipped"] == 1.0
-
-
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize(("nan", "inf", "norm"), [(1, 0, NAN), (0, 2, INF), (1, 1, NAN)])
-def test_a_nonfinite_gradient_skips_and_has_a_multiplier_of_one(index, nan, inf, norm):
-    decision = both(statistics_of([(1.0, 0, 0), (1.0, nan, inf)]), max_norm=1e-3)[index]
-    found = numbers(decision)
-    assert (found["skipped"], found["clipped"], found["nan"], found["inf"]) == (1.0, 0.0, nan, inf)
-    assert repr(found["norm"]) == repr(norm)
-    assert (float(decision.multiplier), float(decision.divisor)) == (1.0, 1.0)
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_limit_of_zero_gives_zero_gradients_not_a_skip(index):
-    decision = both(statistics_of([(3.0, 0, 0)]), max_norm=0.0)[index]
-    assert (decision.skip.item(), float(decision.multiplier), float(decision.divisor)) == (0.0, 0.0, INF)
-
-
-@pytest.mark.parametrize("index", [0, 1])
 def test_gradients_that_unscaling_would_overflow_are_skipped(index):
     rows = statistics_of([(1000.0, 0, 0)])
     assert both(rows, scale=2.0**-10, max_gradient=FLOAT16_MAX)[index].skip.item() == 1.0
     assert both(rows, scale=2.0**-10, max_gradient=FLOAT32_MAX)[index].skip.item() == 0.0
     # Clipping brings them back into range.
     assert both(rows, scale=2.0**-10, max_gradient=FLOAT16_MAX, max_norm=1.0)[index].skip.item() == 0.0
-
-
-def test_a_rejected_step_is_skipped_without_an_overflow():
-    statistics = statistics_of([(8.0, 0, 0)])
-    tensors = [torch.zeros(1)]
-    stage = ClipStage([SkipSpikes(max_norm=0.5)], tensors, ["p"], [(0, None)])
-    decision = decide(statistics, tensors, stage, StepState(StaticScale(8.0)), StepInputs(), max_gradient=FLOAT32_MAX)
-    found = numbers(decision)
-    assert (found["skipped"], found["rejected"], bool(decision.overflow)) == (1.0, 1.0, False)
-    assert (found["norm"], found["limit"]) == (1.0, 0.5)
 
 
 @settings(max_examples=60)
