@@ -255,7 +255,7 @@ def test_training_twice_continues_with_the_same_control(tmp_path):
 
 
 def test_each_model_of_model_init_gets_its_own_control(tmp_path):
-    trainer = new_trainer(tmp_path, model_init=Model)
+    trainer = new_trainer(tmp_path, model_init=lambda: Model())
     trainer.train()
     first = trainer.gradient_control
     trainer.train()
