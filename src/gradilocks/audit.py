@@ -24,13 +24,14 @@ from torch import Tensor, nn
 
 from gradilocks.emulate import emulated_format, run_eagerly
 from gradilocks.errors import GradilocksError, NoGradients
-from gradilocks.formats import Format, find_format
+from gradilocks.formats import FORMATS, Format
 from gradilocks.torch_private import is_fsdp1_shard, version_of
 from gradilocks.trace import tensors_in
 from gradilocks.view.text import clean, count, number, percent, scale_text, some_of
 
-__all__ = ["Audit", "FormatResult", "GradientCounter", "Histogram", "ModuleGradients", "audit"]
+__all__ = ["Audit", "FormatResult", "Histogram", "ModuleGradients", "audit"]
 
+_EXAMINED = ("fp16", "bf16", "fp8_e5m2", "fp8_e4m3")
 HEADROOM = 4
 """Doublings left between the largest scaled gradient and the largest number of a format: a few batches do not show the
 largest gradient of a run."""
@@ -160,12 +161,9 @@ class Audit:
                 f"fp16 holds the gradients with a loss scale of {scale_text(best.scale)}. bf16 needs no loss scale, "
                 "but has 8 significant bits where fp16 has 11."
             )
-        text = "Train in bf16, without a loss scale."
-        if "fp16" in results:
-            (name, reason), *others = results["fp16"].failures.items()
-            more = f" ({count(len(others), 'more module')})" if others else ""
-            text += f" fp16 does not hold {clean(name)}: {reason}{more}."
-        return text
+        (name, reason), *others = results["fp16"].failures.items()
+        more = f" ({count(len(others), 'more module')})" if others else ""
+        return f"Train in bf16, without a loss scale. fp16 does not hold {clean(name)}: {reason}{more}."
 
     def to_text(self) -> str:
         """The conclusion, a table of the formats and a table of the modules."""
@@ -233,7 +231,6 @@ def audit(
     batches: Iterable[Any],
     *,
     steps: int | None = None,
-    formats: Iterable[str | torch.dtype] = ("fp16", "bf16", "fp8_e5m2", "fp8_e4m3"),
     label: str = "",
 ) -> Audit:
     """Counts a model's gradients on a few batches and finds the formats and loss scales that hold them.
@@ -246,7 +243,6 @@ def audit(
             micro-batches, divide it here, too.
         batches: arguments for `loss_fn`; ten are usually enough.
         steps: largest number of batches; None for all.
-        formats: the formats to examine.
         label: a name for the audit.
 
     Raises:
@@ -260,14 +256,11 @@ def audit(
         >>> result.recommended.format.name, result.recommended.scale
         ('fp16', 2048.0)
     """
-    chosen = [find_format(name) for name in formats]
     if isinstance(batches, Tensor):
         raise TypeError("batches must be an iterable of batches, got a tensor. For one batch write [batch].")
-    counter = GradientCounter(model)
+    counter = _GradientCounter(model)
     batch_count = 0
-    with _unchanged(model), run_eagerly(), torch.enable_grad(), contextlib.ExitStack() as stack:
-        stack.callback(counter.detach)
-        counter.attach()
+    with contextlib.closing(counter), _unchanged(model), run_eagerly(), torch.enable_grad():
         for batch in islice(batches, steps):
             loss: Any = loss_fn(model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -280,7 +273,7 @@ def audit(
             batch_count += 1
     if not batch_count:
         raise ValueError("batches is empty. Pass at least one batch.")
-    return counter.result(batch_count, chosen, label=label)
+    return counter.result(batch_count, label=label)
 
 
 @contextlib.contextmanager
@@ -308,8 +301,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 
-class GradientCounter:
-    """Counts the gradients of a model in hooks, from `attach` to `detach`.
+class _GradientCounter:
+    """Counts the gradients of a model in hooks until `close`.
 
     It uses tensor hooks: torch's backward hooks of modules fail if the next module writes in place.
     """
@@ -327,9 +320,6 @@ class GradientCounter:
         self._outputs = {module: _new_row() for module in self._names}
         self._largest_output = dict.fromkeys(self._names, 0.0)
         self._handles: list[Any] = []
-
-    def attach(self) -> None:
-        """Starts counting."""
         owned: set[Tensor] = set()
         for module in self._names:
             self._handles.append(module.register_forward_hook(self._after_forward))
@@ -338,13 +328,12 @@ class GradientCounter:
                     owned.add(param)
                     self._count(param, self._parameters[module])
 
-    def detach(self) -> None:
-        """Stops counting."""
+    def close(self) -> None:
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
-    def result(self, batches: int, formats: Iterable[Format], *, label: str = "") -> Audit:
+    def result(self, batches: int, *, label: str = "") -> Audit:
         """The audit of the gradients counted so far.
 
         Raises:
@@ -362,7 +351,7 @@ class GradientCounter:
         )
         if not any(row.any() for row in self._parameters.values()):
             raise NoGradients("no parameter of the model has a gradient. loss_fn must use the model that it receives.")
-        return Audit(batches, modules, tuple(_examine(format, modules) for format in formats), label)
+        return Audit(batches, modules, tuple(_examine(FORMATS[name], modules) for name in _EXAMINED), label)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if emulated_format() is not None:

@@ -107,14 +107,12 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def find_format(name: str | torch.dtype | Format) -> Format:
+def find_format(name: str | torch.dtype) -> Format:
     """The format of a name or dtype: "fp16", "float16", torch.float16.
 
     Raises:
         ValueError: no such format.
     """
-    if isinstance(name, Format):
-        return name
     wanted = str(name).removeprefix("torch.")
     for format in FORMATS.values():
         if wanted in (format.name, str(format.dtype).removeprefix("torch.")):

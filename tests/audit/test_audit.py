@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gradilocks
-from gradilocks.audit import Audit, GradientCounter, Histogram, ModuleGradients, _add, _examine, _histogram, _new_row
+from gradilocks.audit import Audit, Histogram, ModuleGradients, _add, _examine, _histogram, _new_row
 from gradilocks.errors import GradilocksError, NoGradients
 from gradilocks.formats import FORMATS
 from gradilocks.view.ls import list_runs
@@ -269,7 +269,6 @@ def test_a_loss_function_that_trains_is_an_error():
         ((mlp(), lambda m, x: torch.ones(()), BATCHES), {}, NoGradients, "does not depend on parameters"),
         ((mlp(), loss_of, BATCHES[0]), {}, TypeError, r"write \[batch\]"),
         ((loss_of, loss_of, BATCHES), {}, TypeError, r"model must be a torch\.nn\.Module, got function"),
-        ((mlp(), loss_of, BATCHES), {"formats": ["fp7"]}, ValueError, "unknown format 'fp7'"),
         ((mlp(), lambda m, x: torch.ones((), requires_grad=True) * 2, BATCHES), {}, NoGradients, "no parameter"),
     ],
 )
@@ -413,15 +412,3 @@ def test_ls_lists_a_written_audit_and_a_file_is_not_overwritten(tmp_path):
     with pytest.raises(GradilocksError, match=r"audit\.jsonl cannot be written: File exists"):
         result.write(path)
     assert path.read_bytes() == content
-
-
-def test_a_counter_can_be_used_in_a_training_loop_of_your_own():
-    model = mlp()
-    counter = GradientCounter(model)
-    loss_of(model, BATCHES[0]).backward()
-    counter.attach()
-    loss_of(model, BATCHES[1]).backward()
-    counter.detach()
-    loss_of(model, BATCHES[2]).backward()
-    result = counter.result(1, [FORMATS["fp16"]])
-    assert result.modules == gradilocks.audit(mlp(), loss_of, [BATCHES[1]]).modules

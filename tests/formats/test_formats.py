@@ -103,7 +103,6 @@ def test_bits_are_those_in_memory():
         (torch.bfloat16, "bf16"),
         ("float8_e4m3fn", "fp8_e4m3"),
         (torch.float8_e5m2, "fp8_e5m2"),
-        (FORMATS["fp32"], "fp32"),
     ],
 )
 def test_a_format_is_found_by_name_and_dtype(name, expected):
