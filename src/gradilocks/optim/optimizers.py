@@ -15,10 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradilocks.kernels.reference import is_dense
 from gradilocks.names import Names
 from gradilocks.optim.fused_step import FusedStep, has_master, match_layout, refresh_master
-from gradilocks.ranks.layout import local
 from gradilocks.step.gradients import check_float16
 from gradilocks.torch_private import enable_amp_scaling, outside_compile
 
@@ -33,10 +31,19 @@ class SinglePassOptimizer(torch.optim.Optimizer):
     """torch's own step without its wrappers, which would run the step hooks a second time."""
     _fused_step: FusedStep | None = None
 
-    def _configure(self, fused: bool | None, master_weights: bool) -> None:
-        """Completes the constructor: chooses torch's fused step as the fallback where torch has one."""
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        *args: Any,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        **options: Any,
+    ) -> None:
+        torch_optimizer: Any = super()
+        torch_optimizer.__init__(params, lr, *args, fused=fused, **options)
         if fused is None and self._is_fusible():
-            fused = True
+            fused = True  # The fallback is torch's fused step where torch has one.
             enable_amp_scaling(self)
         self.defaults.update(fused=fused, master_weights=master_weights)
         for group in self.param_groups:
@@ -83,10 +90,7 @@ class SinglePassOptimizer(torch.optim.Optimizer):
     def _call_torch_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         params = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
         fused = [group["fused"] for group in self.param_groups]
-        is_fused = all(fused) and (
-            _are_contiguous([param for param, _ in params], self.state)
-            or all(_has_one_layout(param, self.state.get(param, {})) for param, _ in params)
-        )
+        is_fused = all(fused) and _are_contiguous([param for param, _ in params], self.state)
         with_momentum = [param for param, group in params if group.get("momentum")]
         has_buffer = [self.state.get(param, {}).get("momentum_buffer") is not None for param in with_momentum]
         starts_momentum = not all(has_buffer)
@@ -166,27 +170,16 @@ def _masters_as_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _are_contiguous(params: Sequence[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> bool:
-    """True if parameters, gradients and state are plain and contiguous, the common case: 60 us for 148 of them."""
+    """True if parameters, gradients and state are plain and contiguous: 60 us for 148 of them.
+
+    torch 2.13's fused steps assume equal strides; with others they update the wrong elements, without an error.
+    """
     tensors: list[Any] = [tensor for param in params for tensor in (param, param.grad)]
     tensors += [value for entry in state.values() for value in entry.values()]
     return (
         set(map(type, tensors)) <= {Tensor, torch.nn.Parameter}
         and {tensor.layout for tensor in tensors} <= {torch.strided}
         and all(map(Tensor.is_contiguous, tensors))
-    )
-
-
-def _has_one_layout(param: Tensor, state: dict[str, Any]) -> bool:
-    """True if a parameter, its gradient and its state are dense with the same strides, as torch's fused steps assume.
-
-    With other strides torch 2.13 updates the wrong elements, without an error.
-    """
-    local_param = local(param)
-    tensors = [local(value) for value in (param.grad, *state.values()) if isinstance(value, Tensor) and value.dim()]
-    return is_dense(local_param) and all(
-        tensor.layout is torch.strided
-        and (tensor.stride() == local_param.stride() or (tensor.is_contiguous() and local_param.is_contiguous()))
-        for tensor in tensors
     )
 
 
@@ -206,22 +199,6 @@ class AdamW(SinglePassOptimizer, torch.optim.AdamW):
 
     _torch_step = inspect.unwrap(torch.optim.AdamW.step)
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        fused: bool | None = None,
-        master_weights: bool = False,
-        **options: Any,
-    ) -> None:
-        torch.optim.AdamW.__init__(self, params, lr, betas, eps, weight_decay, amsgrad, fused=fused, **options)
-        self._configure(fused, master_weights)
-
 
 class Adam(SinglePassOptimizer, torch.optim.Adam):
     """`torch.optim.Adam` with a single-pass step.
@@ -232,22 +209,6 @@ class Adam(SinglePassOptimizer, torch.optim.Adam):
     """
 
     _torch_step = inspect.unwrap(torch.optim.Adam.step)
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        fused: bool | None = None,
-        master_weights: bool = False,
-        **options: Any,
-    ) -> None:
-        torch.optim.Adam.__init__(self, params, lr, betas, eps, weight_decay, amsgrad, fused=fused, **options)
-        self._configure(fused, master_weights)
 
 
 class SGD(SinglePassOptimizer, torch.optim.SGD):
@@ -261,24 +222,6 @@ class SGD(SinglePassOptimizer, torch.optim.SGD):
     """
 
     _torch_step = inspect.unwrap(torch.optim.SGD.step)
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float | Tensor = 0.0,
-        nesterov: bool = False,
-        *,
-        fused: bool | None = None,
-        master_weights: bool = False,
-        **options: Any,
-    ) -> None:
-        torch.optim.SGD.__init__(
-            self, params, lr, momentum, dampening, weight_decay, nesterov, fused=fused, **options
-        )  # fmt: skip
-        self._configure(fused, master_weights)
 
     def _is_fusible(self) -> bool:
         # torch's fused SGD on a CPU leaves most elements of half-precision parameters unchanged (pytorch issue 191763).
