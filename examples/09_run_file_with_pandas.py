@@ -13,7 +13,7 @@ path = Path(tempfile.mkdtemp()) / "run.jsonl"
 torch.manual_seed(0)
 model = nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-clip = chain(SkipSpikes(min_history=16), 1.0)
+clip = chain(SkipSpikes(window=32), 1.0)
 control = GradientControl(optimizer, model=model, scale=None, clip=clip, record=path)
 for step in range(60):
     x = torch.randn(64, 8) * (30.0 if step == 40 else 1.0)

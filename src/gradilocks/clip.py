@@ -347,7 +347,6 @@ class QuantileClip(ClipPolicy):
     Args:
         quantile: between 0 and 1, interpolated linearly. The authors use 0.1, which clips nearly every step.
         window: number of norms in memory. The authors keep all.
-        warmup: number of steps before clipping starts, at most `window`.
 
     Example:
         >>> policy = QuantileClip(0.5, window=4)
@@ -363,12 +362,10 @@ class QuantileClip(ClipPolicy):
 
     quantile: float = 0.1
     window: int = 1000
-    warmup: int = 0
 
     def __post_init__(self) -> None:
         check_number("quantile", self.quantile, above=0.0, below=1.0)
         check_number("window", self.window, at_least=2, integer=True)
-        check_number("warmup", self.warmup, at_least=0, at_most=self.window, integer=True)
 
     def init(self) -> dict[str, Tensor]:
         return _empty_window(self.window)
@@ -376,8 +373,6 @@ class QuantileClip(ClipPolicy):
     def limit(self, norms: Tensor, total: Tensor, state: State) -> Limit:
         window = _append(state, total)
         bound = torch.nanquantile(torch.where(window.isfinite(), window, math.nan), self.quantile)
-        is_warmup = state["norms"].isfinite().sum() < self.warmup
-        bound = bound.masked_fill(is_warmup, math.inf)
         return _limit(total, factor=_exact_coefficient(total, bound), bound=bound)
 
     def update(self, norms: Tensor, total: Tensor, limit: Limit, state: State) -> dict[str, Tensor]:
@@ -457,8 +452,7 @@ class SkipSpikes(ClipPolicy):
 
     Args:
         sigmas: number of sample standard deviations above the mean from which steps are rejected.
-        window: number of accepted norms in memory.
-        min_history: number of accepted norms before `sigmas` applies, at most `window`.
+        window: number of accepted norms in memory. `sigmas` applies once half of it is filled.
         max_norm: absolute bound, from the first step on; inf for none.
 
     Example:
@@ -471,13 +465,11 @@ class SkipSpikes(ClipPolicy):
 
     sigmas: float = 6.0
     window: int = 128
-    min_history: int = 64
     max_norm: float = math.inf
 
     def __post_init__(self) -> None:
         check_number("sigmas", self.sigmas, above=0.0, below=math.inf)
-        check_number("window", self.window, at_least=2, integer=True)
-        check_number("min_history", self.min_history, at_least=2, at_most=self.window, integer=True)
+        check_number("window", self.window, at_least=4, integer=True)
         check_number("max_norm", self.max_norm, above=0.0)
 
     def init(self) -> dict[str, Tensor]:
@@ -491,7 +483,7 @@ class SkipSpikes(ClipPolicy):
         squares = torch.where(is_filled, (window - mean) ** 2, 0.0).sum()
         bound = mean + self.sigmas * (squares / (count - 1).clamp(min=1)).sqrt()
         # Norms that never vary have std 0, and rounding must not turn the next one into a spike.
-        bound = torch.where(count >= self.min_history, bound * (1.0 + 1e-6), math.inf).clamp(max=self.max_norm)
+        bound = torch.where(count >= self.window // 2, bound * (1.0 + 1e-6), math.inf).clamp(max=self.max_norm)
         # Negated, so that NaN is rejected.
         return _limit(total, bound=bound, reject=~(total <= bound))
 

@@ -31,6 +31,7 @@ __all__ = [
 SMALLEST_SCALE = 2.0**-126
 """Smallest scale that, like its reciprocal, is a normal float32."""
 LARGEST_SCALE = float(torch.finfo(torch.float32).max)
+_LARGEST_FLOAT16 = torch.finfo(torch.float16).max
 _LARGEST_INT32 = torch.iinfo(torch.int32).max
 
 
@@ -152,12 +153,12 @@ class DynamicScale(ScalePolicy):
 
 @dataclass(frozen=True)
 class HeadroomScale(ScalePolicy):
-    """Keeps `margin` doublings between the largest gradient and the largest value of the format.
+    """Keeps `margin` doublings between the largest gradient and 65504, the largest float16.
 
         overflow:  scale = ceiling = scale * backoff_factor;  growth_tracker = 0
         finite:    growth_tracker += 1
                    if growth_tracker >= growth_interval:  growth_tracker = 0;  ceiling *= growth_factor
-                   headroom = floor(log2(largest_value / largest magnitude))
+                   headroom = floor(log2(65504 / largest magnitude))
                    scale = min(scale * 2^(headroom - margin), ceiling)
 
     The scale fits the gradients after the first step, and falls before slowly growing gradients overflow. The ceiling
@@ -167,7 +168,6 @@ class HeadroomScale(ScalePolicy):
     Args:
         init_scale: scale of the first step.
         margin: number of doublings kept free.
-        largest_value: largest finite value of the format that gradients are computed in; float16's by default.
         growth_factor: raises the ceiling; above 1.
         backoff_factor: lowers scale and ceiling after an overflow; between 0 and 1.
         growth_interval: number of consecutive finite steps before the ceiling is raised.
@@ -184,7 +184,6 @@ class HeadroomScale(ScalePolicy):
 
     init_scale: float = 2.0**8
     margin: int = 4
-    largest_value: float = 65504.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 1000
@@ -194,7 +193,6 @@ class HeadroomScale(ScalePolicy):
     def __post_init__(self) -> None:
         _check_settings(self)
         check_number("margin", self.margin, at_least=0, integer=True)
-        check_number("largest_value", self.largest_value, above=0.0, below=math.inf)
 
     def init(self) -> dict[str, Tensor]:
         return {**initial_state(self.init_scale), "ceiling": torch.full((), self.max_scale, dtype=torch.float32)}
@@ -204,7 +202,7 @@ class HeadroomScale(ScalePolicy):
         finite_steps = torch.where(overflow, 0, state["growth_tracker"] + 1)
         grows = finite_steps >= self.growth_interval
         ceiling = torch.where(grows, ceiling * self.growth_factor, ceiling)
-        headroom = torch.floor(torch.log2(self.largest_value / largest))
+        headroom = torch.floor(torch.log2(_LARGEST_FLOAT16 / largest))
         fitting = torch.minimum(scale * torch.exp2(headroom - self.margin), ceiling)
         fitting = torch.where((largest > 0) & largest.isfinite(), fitting, scale)
         moved = torch.where(overflow, scale * self.backoff_factor, fitting).clamp(self.min_scale, self.max_scale)

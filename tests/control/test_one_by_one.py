@@ -141,7 +141,7 @@ def test_a_rejected_step_does_not_count_as_a_finite_one():
 
 
 def test_each_optimizer_has_its_own_clip_state(device):
-    p, q, first, second, control = pair(device, scale=8.0, clip=SkipSpikes(window=4, min_history=2))
+    p, q, first, second, control = pair(device, scale=8.0, clip=SkipSpikes(window=4))
     for size in (1.0, 1.1, 0.9):
         iteration(control, first, second, p, q, torch.tensor([size, 0.0]), 100.0 * size)
     outcomes = iteration(control, first, second, p, q, torch.tensor([90.0, 0.0]), 100.0)

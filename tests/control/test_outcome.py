@@ -116,7 +116,7 @@ def test_names_are_unique_if_two_optimizers_name_their_parameters_alike():
 
 def test_a_rejected_step_reports_the_bound_that_rejected_it(device):
     p = parameter(0.0, device=device)
-    clip = SkipSpikes(window=2, min_history=2)
+    clip = SkipSpikes(window=4)
     control = GradientControl(torch.optim.SGD([p], lr=0.1), clip=clip, scale=4.0)
     for size in (1.0, 1.1, 1e6):
         outcome = take_step(control, (p, size))

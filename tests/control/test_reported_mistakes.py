@@ -176,17 +176,17 @@ class WrongPolicy:
 @pytest.mark.parametrize(
     ("mistake", "text"),
     [
-        ("number", r"limit\(\) must return a gradilocks.clip.Limit, got float"),
-        ("field", "returned factor=0.5; the fields of Limit are tensors"),
-        ("shape", "returned 3 factors for 1 norms"),
-        ("none", r"update\(\) must return a dict with the keys of init\(\), \['count'\], got NoneType"),
-        ("key", r"\['count'\], got \['x'\]"),
+        ("number", r"limit\(\) of WrongPolicy must return a gradilocks.clip.Limit .* got 0.5 and None"),
+        ("field", r"a gradilocks.clip.Limit of tensors, .* got Limit\(factor=0.5, "),
+        ("shape", "with one factor or 1, .* got Limit"),
+        ("none", r"update\(\) a dict with the keys of init\(\), \['count'\]; got Limit.* and None"),
+        ("key", r"\['count'\]; got .* and {'x': "),
     ],
 )
 def test_a_policy_with_a_mistake_is_named_before_the_weights_change(mistake, text):
     model, control = make(clip=WrongPolicy(mistake))
     before = model.weight.detach().clone()
     control.backward(model(torch.ones(2, 4)).sum())
-    with pytest.raises((TypeError, ValueError), match=text):
+    with pytest.raises(TypeError, match=text):
         control.step()
     assert torch.equal(model.weight, before)

@@ -55,7 +55,7 @@ CLIPS = {
     "AdaGC": AdaGC(warmup=2),
     "quantile": QuantileClip(0.5, window=4),
     "z-score": ZScoreClip(warmup=2, threshold=0.5),
-    "spikes": SkipSpikes(window=4, min_history=2, sigmas=0.5),
+    "spikes": SkipSpikes(window=4, sigmas=0.5),
     "chain": chain(SkipSpikes(max_norm=100.0), AdaGC(warmup=1), 1.0),
     "own": NotAboveTheLast(1.1),
     "own per tensor": ClipPerTensor(0.2),

@@ -96,7 +96,7 @@ def test_the_weights_are_those_of_torchtitan_alone(implementation, max_norm):
 
 @pytest.mark.parametrize("implementation", ["fused", "for-loop"])
 @pytest.mark.parametrize(
-    ("factor", "clip"), [(math.inf, None), (math.nan, 1.0), (1e6, chain(SkipSpikes(min_history=3), 1.0))]
+    ("factor", "clip"), [(math.inf, None), (math.nan, 1.0), (1e6, chain(SkipSpikes(window=6), 1.0))]
 )
 def test_a_bad_step_is_skipped_and_the_schedule_waits(implementation, factor, clip):
     ours = TinyTrainer(implementation=implementation, bad=BAD, factor=factor)
@@ -121,7 +121,7 @@ def test_the_host_reads_nothing_before_the_decision_is_applied():
             return function(*args, **(kwargs or {}))
 
     ours = TinyTrainer(bad=BAD)
-    control = control_for(ours, clip=chain(SkipSpikes(min_history=3), 1.0))
+    control = control_for(ours, clip=chain(SkipSpikes(window=6), 1.0))
     for ours.step in (BAD - 1, BAD):
         ours.optimizers.zero_grad()
         ours.forward_backward_step(input_dict={}, labels=None, global_valid_tokens=1)
@@ -135,7 +135,7 @@ def test_the_host_reads_nothing_before_the_decision_is_applied():
 def test_a_training_resumes_bit_for_bit_from_its_checkpoint(tmp_path):
     def trainer():
         made = TinyTrainer(bad=BAD, factor=1e6)
-        control_for(made, clip=chain(SkipSpikes(min_history=3), 1.0))
+        control_for(made, clip=chain(SkipSpikes(window=6), 1.0))
         made.checkpointer.states["model"] = made.model_parts[0]
         return made
 

@@ -204,7 +204,7 @@ def test_callbacks_before_the_step_read_unscaled_gradients(precision, tmp_path):
 def test_a_checkpoint_resumes_bit_for_bit(make, precision, accumulate, tmp_path):
     settings = {"make": make, "precision": precision, "gradient_accumulation_steps": accumulate}
     settings |= {"save_strategy": "steps", "save_steps": 4}
-    settings["control_options"] = {"clip": QuantileClip(0.5, window=4, warmup=1)}
+    settings["control_options"] = {"clip": QuantileClip(0.5, window=4)}
     whole = new_trainer(tmp_path, **settings)
     whole.train()
     resumed = new_trainer(tmp_path, **settings)

@@ -50,16 +50,15 @@ SINGLE = {
     "ClipPerGroup p=inf": ClipPerGroup({"layer.0": 0.5, "layer.*": None}, otherwise=1.0, order=INF),
     "AdaptiveClip": AdaptiveClip(0.01),
     "QuantileClip": QuantileClip(0.5, window=4),
-    "QuantileClip warm-up": QuantileClip(0.1, window=4, warmup=2),
     "ZScoreClip": ZScoreClip(warmup=2),
     "AdaGC": AdaGC(warmup=2),
-    "SkipSpikes": SkipSpikes(min_history=2, window=4),
-    "SkipSpikes max_norm": SkipSpikes(min_history=2, window=4, max_norm=1e300),
+    "SkipSpikes": SkipSpikes(window=4),
+    "SkipSpikes max_norm": SkipSpikes(window=4, max_norm=1e300),
     "own policy without a base class": NotAboveTheLast(),
     "own policy per tensor": ClipPerTensor(0.5),
 }
 CHAINS = {
-    "chain": chain(SkipSpikes(min_history=2, window=4), ClipByNorm(1.0), ClipByValue(0.25)),
+    "chain": chain(SkipSpikes(window=4), ClipByNorm(1.0), ClipByValue(0.25)),
     "chain of parts": chain(AdaptiveClip(0.1), ClipPerTensor(0.5), AdaGC(warmup=2), ClipByNorm(0.7)),
 }
 POLICIES = {**SINGLE, **CHAINS}
@@ -248,8 +247,8 @@ LEARNING = {
     "QuantileClip": QuantileClip(0.5),
     "ZScoreClip": ZScoreClip(warmup=2),
     "AdaGC": AdaGC(warmup=2),
-    "SkipSpikes": SkipSpikes(min_history=2, window=4),
-    "chain": chain(SkipSpikes(min_history=2, window=4), ZScoreClip(warmup=2), ClipByNorm(1.0)),
+    "SkipSpikes": SkipSpikes(window=4),
+    "chain": chain(SkipSpikes(window=4), ZScoreClip(warmup=2), ClipByNorm(1.0)),
 }
 
 

@@ -107,9 +107,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "z-score": {"clip": gradilocks.ZScoreClip(2.0, warmup=2)},
     "quantile": {"clip": gradilocks.QuantileClip(0.5, window=4)},
     "value": {"clip": gradilocks.ClipByValue(0.5)},
-    "spikes": {
-        "clip": gradilocks.chain(gradilocks.SkipSpikes(2.0, window=4, min_history=2), gradilocks.ClipByNorm(1.0))
-    },
+    "spikes": {"clip": gradilocks.chain(gradilocks.SkipSpikes(2.0, window=4), gradilocks.ClipByNorm(1.0))},
     "per group": {"clip": gradilocks.ClipPerGroup({0: 1.0})},
     "per tensor": {"clip": gradilocks.AdaGC(warmup=2)},
     "per tensor, then norm": {"clip": gradilocks.chain(gradilocks.AdaGC(warmup=2), gradilocks.ClipByNorm(1.0))},

@@ -125,9 +125,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "z-score": {"clip": gradilocks.ZScoreClip(0.1, warmup=2)},
     "quantile": {"clip": gradilocks.QuantileClip(0.5, window=4)},
     "value": {"clip": gradilocks.ClipByValue(0.5)},
-    "spikes": {
-        "clip": gradilocks.chain(gradilocks.SkipSpikes(0.5, window=4, min_history=2), gradilocks.ClipByNorm(20.0))
-    },
+    "spikes": {"clip": gradilocks.chain(gradilocks.SkipSpikes(0.5, window=4), gradilocks.ClipByNorm(20.0))},
 }
 PLACED = {2: ("mixed",), 4: ("grid",), 8: ("FSDP2", "grid", "HSDP", "TP inside DP")}
 

@@ -131,7 +131,7 @@ def test_no_host_read_in_the_decision_on_a_device():
 
     statistics = statistics_of([(3.0, 0, 0), (4.0, 0, 0)])
     tensors = [torch.ones(2), torch.ones(3)]
-    for policies in ([], [ClipByNorm(1.0)], [SkipSpikes(window=4, min_history=2), ClipByNorm(1.0)]):
+    for policies in ([], [ClipByNorm(1.0)], [SkipSpikes(window=4), ClipByNorm(1.0)]):
         stage = ClipStage(policies, tensors, ["a", "b"], [(0, None)] * 2)
         state = StepState(DynamicScale())
         with no_host_reads("cpu"):

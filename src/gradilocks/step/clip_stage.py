@@ -213,7 +213,7 @@ def _initial_state(policy: Any, count: int) -> dict[str, Tensor]:
     """The initial state of a policy; with per = "tensor", in the shapes that it has after the first update.
 
     Raises:
-        TypeError, ValueError: `limit` or `update` of a custom policy returns the wrong type, keys or number of factors.
+        TypeError: `limit` or `update` of a custom policy returns the wrong type, keys or number of factors.
     """
     state = dict(policy.init())
     per = getattr(policy, "per", "model")
@@ -222,20 +222,14 @@ def _initial_state(policy: Any, count: int) -> dict[str, Tensor]:
     norms = torch.ones({"tensor": count, "group": getattr(policy, "count", 1)}.get(per, 1), dtype=torch.float64)
     total = torch.linalg.vector_norm(norms)
     limit = policy.limit(norms, total, dict(state))
-    name = type(policy).__name__
-    if not isinstance(limit, Limit):
-        raise TypeError(f"{name}.limit() must return a gradilocks.clip.Limit, got {type(limit).__name__}.")
-    for field in ("factor", "bound", "reject"):
-        if not isinstance(getattr(limit, field), Tensor):
-            raise TypeError(
-                f"{name}.limit() returned {field}={getattr(limit, field)!r}; the fields of Limit are tensors."
-            )
-    if limit.factor.numel() not in (1, norms.numel()):
-        raise ValueError(f"{name}.limit() returned {limit.factor.numel()} factors for {norms.numel()} norms.")
-    new = policy.update(norms, total, limit, dict(state))
+    fields = [limit.factor, limit.bound, limit.reject] if isinstance(limit, Limit) else [None]
+    is_valid = all(isinstance(field, Tensor) for field in fields) and limit.factor.numel() in (1, norms.numel())
+    new = policy.update(norms, total, limit, dict(state)) if is_valid else None
     if not isinstance(new, Mapping) or set(new) != set(state):
-        keys = sorted(new) if isinstance(new, Mapping) else type(new).__name__
-        raise TypeError(f"{name}.update() must return a dict with the keys of init(), {sorted(state)}, got {keys}.")
+        raise TypeError(
+            f"limit() of {type(policy).__name__} must return a gradilocks.clip.Limit of tensors, with one factor or "
+            f"{norms.numel()}, and update() a dict with the keys of init(), {sorted(state)}; got {limit} and {new}."
+        )
     return {key: tensor.expand(new[key].shape).clone() for key, tensor in state.items()} if per == "tensor" else state
 
 
