@@ -45,7 +45,7 @@ def _load_library() -> ctypes.CDLL:
     pointer, number, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     library.gl_measure.argtypes = [pointer, pointer, count, number, pointer, number]
     library.gl_change.argtypes = [pointer, pointer, count, number, pointer, number, number]
-    library.gl_step.argtypes = [number, pointer, count, *[pointer] * 3, ctypes.c_double, number]
+    library.gl_update.argtypes = [pointer, count, *[pointer] * 3, ctypes.c_double, number]
     library.gl_set_parallel.argtypes = [pointer, pointer, pointer]
     return library
 
@@ -134,37 +134,21 @@ def unscale_(tensors: Sequence[Tensor], inverse_scale: Tensor) -> Tensor:
     return nonfinite
 
 
-def adam(table: Tensor, sizes: Tensor, groups: Tensor, settings: Tensor, divisor: float) -> None:
-    """Steps Adam or AdamW in place: parameters, moments and step counts.
+def step(table: Tensor, sizes: Tensor, groups: Tensor, settings: Tensor, divisor: float) -> None:
+    """Steps Adam, AdamW and SGD in place: parameters, moments and step counts.
 
     Args:
-        table: int64 [6, n], contiguous: addresses of gradient, parameter, step count, exp_avg, exp_avg_sq; the last row
-            is not used. 0 is absent; a parameter without gradient is left unchanged.
+        table: int64 [6, n], contiguous: addresses of gradient, parameter, step count, exp_avg or momentum buffer, and
+            exp_avg_sq; the last row is not used. 0 is absent; a parameter without gradient is left unchanged. One with
+            a step count takes Adam, one without SGD. A momentum buffer starts as zeros.
         sizes: int64 [n]: numbers of elements. All tensors of a column are dense with the same strides.
         groups: int32 [n]: row of `settings` for each parameter.
-        settings: float64 [g, 8]: lr, weight_decay, beta1, beta2, eps, 1 for decoupled weight decay (AdamW) else 0.
+        settings: float64 [g, 8], see `pointer_table.SETTINGS`.
         divisor: divides the gradients.
     """
-    _step(1, table, sizes, groups, settings, divisor)
-
-
-def sgd(table: Tensor, sizes: Tensor, groups: Tensor, settings: Tensor, divisor: float) -> None:
-    """Steps SGD in place: parameters and momentum buffers.
-
-    Args:
-        table: as for `adam`; the fourth row is the momentum buffer, which starts as zeros and is required where
-            momentum is not 0.
-        sizes, groups, divisor: as for `adam`.
-        settings: float64 [g, 8]: lr, weight_decay, momentum, 1 for Nesterov momentum else 0.
-    """
-    _step(0, table, sizes, groups, settings, divisor)
-
-
-def _step(is_adam: int, table: Tensor, sizes: Tensor, groups: Tensor, settings: Tensor, divisor: float) -> None:
     pointers = [tensor.data_ptr() for tensor in (sizes, groups, settings)]
-    threads = torch.get_num_threads()
-    if _library.gl_step(is_adam, table.data_ptr(), len(sizes), *pointers, divisor, threads):
-        raise MemoryError("gl_step could not allocate its buffer")
+    if _library.gl_update(table.data_ptr(), len(sizes), *pointers, divisor, torch.get_num_threads()):
+        raise MemoryError("gl_update could not allocate its buffer")
 
 
 def measure_at(addresses: array[int], sizes: array[int], order: float) -> array[float]:

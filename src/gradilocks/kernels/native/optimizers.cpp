@@ -69,14 +69,14 @@ VECTORIZED void sgd(float* __restrict p, float* __restrict b, const float* __res
   }
 }
 
-// Counts the step of each tensor and computes lr / (1 - beta1^step), sqrt(1 - beta2^step), weight decay, eps, and the
+// Adam: counts the step of each tensor and computes lr / (1 - beta1^step), sqrt(1 - beta2^step), weight decay, eps, and the
 // shares of old moment and gradient in each moment.
 void count_steps(const Table& table, const int32_t* groups, const double* settings, float* coefficients) {
   const float* previous = nullptr;
   int32_t previous_group = -1;
   float previous_step = 0.0f;
   for (int64_t i = 0; i < table.count; ++i) {
-    if (table(GRAD, i) == nullptr) {
+    if (table(GRAD, i) == nullptr || table(STEP, i) == nullptr) {
       continue;
     }
     const float step = *table(STEP, i) += 1.0f;
@@ -105,25 +105,23 @@ void count_steps(const Table& table, const int32_t* groups, const double* settin
 
 using namespace gradilocks;
 
-// is_adam: 1 for Adam and AdamW, 0 for SGD. addresses: [6][n], the rows of Row and one that is not used; 0 is absent,
-// and a tensor without gradient is left out. settings: per group NUMBERS: lr, weight decay, then beta1, beta2, eps,
-// decoupled, or momentum, nesterov. Returns -1 if memory is exhausted, else 0.
-EXPORT int gl_step(int is_adam, const int64_t* addresses, int64_t n, const int64_t* sizes, const int32_t* groups,
-                   const double* settings, double divisor, int threads) {
+// addresses: [6][n], the rows of Row and one that is not used; 0 is absent, and a tensor without gradient is left out.
+// A tensor with a step count takes Adam, one without SGD. settings: per group NUMBERS: lr, weight decay, then beta1,
+// beta2, eps, decoupled, or momentum, nesterov. Returns -1 if memory is exhausted, else 0.
+EXPORT int gl_update(const int64_t* addresses, int64_t n, const int64_t* sizes, const int32_t* groups,
+                     const double* settings, double divisor, int threads) {
   const Table table{addresses, n};
   auto* coefficients = static_cast<float*>(malloc(static_cast<size_t>(n + 1) * NUMBERS * sizeof(float)));
   if (coefficients == nullptr) {
     return -1;
   }
-  if (is_adam) {
-    count_steps(table, groups, settings, coefficients);
-  }
+  count_steps(table, groups, settings, coefficients);
   for_each_piece<STEP_CHUNK>({addresses + GRAD * n, sizes, n, threads}, STEP_GRAIN, [&](const Piece& piece) {
     const int64_t i = piece.tensor, begin = piece.begin, count = piece.end - begin;
     const double* setting = settings + int64_t{groups[i]} * NUMBERS;
     const auto column = [&](Row row) { return table(row, i) == nullptr ? nullptr : table(row, i) + begin; };
     float *p = column(PARAM), *g = column(GRAD), *m = column(STATE1), d = static_cast<float>(divisor);
-    if (is_adam) {
+    if (table(STEP, i) != nullptr) {
       const auto loop = setting[5] != 0.0 ? adam<true> : adam<false>;
       loop(p, m, column(STATE2), g, count, coefficients + i * NUMBERS, d);
     } else {
