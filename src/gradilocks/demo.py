@@ -1,9 +1,9 @@
 """`gradilocks demo` trains a small GPT in fp16: without a scale, with one that is too large, with a dynamic one.
 
-Matrix products round their inputs and results to fp16 and compute in fp32, as tensor cores do; real fp16 arithmetic is
-hundreds of times slower on most CPUs. One micro-batch represents a global batch of 4 million tokens: its loss is
-divided by 4,096 before backward, and the gradients are multiplied by 4,096 in fp32 afterwards, which equals the sum of
-4,096 identical micro-batches. Gradients that fp16 rounds to zero in between stay zero.
+Under `emulate("fp16")`, matrix products round their inputs and results to fp16 and compute in fp32, as tensor cores do;
+real fp16 arithmetic is hundreds of times slower on most CPUs. One micro-batch represents a global batch of 4 million
+tokens: its loss is divided by 4,096 before backward, and the gradients are multiplied by 4,096 in fp32 afterwards,
+which equals the sum of 4,096 identical micro-batches. Gradients that fp16 rounds to zero in between stay zero.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradilocks.control import GradientControl
+from gradilocks.emulate import emulate
 from gradilocks.errors import GradilocksError
 from gradilocks.record import Recorder
 
@@ -79,7 +80,9 @@ def train(training: Training, folder: Path, *, steps: int = STEPS) -> Path:
     try:
         for _ in range(steps):
             indices = torch.randint(len(codes) - LENGTH, (ROWS, 1), generator=generator) + window
-            loss = F.cross_entropy(model(codes[indices]).flatten(0, 1), codes[indices + 1].flatten())
+            with emulate("fp16"):
+                logits = model(codes[indices])
+            loss = F.cross_entropy(logits.flatten(0, 1), codes[indices + 1].flatten())
             _divide_gradient(loss, ACCUMULATION)
             control.backward(loss)
             for param in model.parameters():
@@ -121,32 +124,6 @@ def load_text() -> tuple[Tensor, int]:
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-class _RoundToHalf(torch.autograd.Function):
-    """Rounds a tensor and its gradient to fp16; both remain float32 tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.half().float()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.half().float()
-
-
-def round_to_half(tensor: Tensor) -> Tensor:
-    """Rounds a float32 tensor to fp16 values, and its gradient in backward."""
-    rounded: Any = _RoundToHalf.apply
-    result: Tensor = rounded(tensor)
-    return result
-
-
-class HalfLinear(nn.Linear):
-    """A linear layer as a tensor core computes it: fp16 operands, fp32 sums, fp16 result."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return round_to_half(F.linear(round_to_half(x), round_to_half(self.weight), self.bias))
-
-
 class Block(nn.Module):
     """Causal self-attention and an MLP, each with a residual connection."""
 
@@ -154,10 +131,10 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(width)
-        self.queries_keys_values = HalfLinear(width, 3 * width)
-        self.projection = HalfLinear(width, width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
         self.perceptron = nn.Sequential(
-            nn.LayerNorm(width), HalfLinear(width, 4 * width), nn.GELU(), HalfLinear(4 * width, width)
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -173,13 +150,14 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder-only transformer over characters with learned positions."""
 
-    def __init__(self, vocabulary: int, *, width: int = 64, layers: int = 2, heads: int = 4) -> None:
+    def __init__(self, vocabulary: int) -> None:
         super().__init__()
+        width, layers, heads = 64, 2, 4
         self.characters = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(LENGTH, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        self.head = HalfLinear(width, vocabulary)
+        self.head = nn.Linear(width, vocabulary)
 
     def forward(self, codes: Tensor) -> Tensor:
         """Maps codes of shape [rows, length] to logits of shape [rows, length, vocabulary]."""
