@@ -87,13 +87,4 @@ class NonFiniteGradient(GradilocksError, RuntimeError):
 
 
 class NeverFinite(NonFiniteGradient):
-    """`give_up_after` consecutive steps were non-finite.
-
-    Attributes:
-        culprits: names of the parameters with non-finite gradients in the last step.
-        count: number of consecutive non-finite steps.
-    """
-
-    def __init__(self, message: str, *, culprits: Sequence[str] = (), count: int = 0) -> None:
-        super().__init__(message, culprits=culprits)
-        self.count = count
+    """`give_up_after` consecutive steps were non-finite."""

@@ -299,5 +299,4 @@ def never_finite_error(outcome: Outcome, count: int, *, min_scale: float) -> Nev
         f"gave up after {count} non-finite step{'s in a row' if count > 1 else ''}, the last at step {outcome.step}: "
         f"{outcome.describe()}. {advice}",
         culprits=outcome.culprits,
-        count=count,
     )

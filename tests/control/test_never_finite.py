@@ -23,7 +23,6 @@ def test_giving_up_comes_at_exactly_the_limit_wherever_the_bad_steps_begin(offse
         assert take_step(control, (p, NAN)).skipped
     with pytest.raises(NeverFinite, match="gave up after 3 non-finite steps in a row") as caught:
         take_step(control, (p, NAN))
-    assert caught.value.count == 3
     assert caught.value.culprits == ("param_groups[0]['params'][0]",)
 
 
@@ -43,9 +42,8 @@ def test_giving_up_leaves_parameters_and_control_usable():
     before = contents(optimizer)
     take_step(control, (p, INF))
     for expected in (2, 3):
-        with pytest.raises(NeverFinite) as caught:
+        with pytest.raises(NeverFinite, match=f"gave up after {expected} non-finite"):
             take_step(control, (p, INF))
-        assert caught.value.count == expected
     assert_same(contents(optimizer), before)
     assert not take_step(control, (p, 1.0)).skipped
 

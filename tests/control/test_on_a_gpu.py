@@ -162,9 +162,8 @@ def test_giving_up_is_noticed_within_a_few_steps():
             control.zero_grad()
             torch.cuda.synchronize()
 
-    with pytest.raises(NeverFinite) as caught:
+    with pytest.raises(NeverFinite, match=r"gave up after ([5-9]|10) non-finite"):
         diverge()
-    assert 5 <= caught.value.count <= 10
 
 
 def test_a_schedule_makes_up_for_skips_that_it_learns_of_late():
