@@ -37,6 +37,7 @@ from gradilocks.step.gradients import parameters
 __all__ = ["FORMAT", "Recorder", "WeightSample", "log"]
 
 FORMAT = 3
+_STEPS, _SECONDS = 50, 5.0  # Largest batch, at most 1,000 (what the device keeps), and longest time between two writes.
 _FLAGS = ("skipped", "rejected", "clipped")
 _INTEGERS = ("step", "nan", "inf")
 _open: set[Recorder] = set()
@@ -58,13 +59,11 @@ class Recorder:
     """Writes the steps of a training run to a file. Recording changes no bit of the training.
 
     Numbers stay on the device until a batch is full; then one copy brings them to the host and one `os.write` appends
-    whole lines. A process that is killed loses at most `every` steps or `seconds` seconds of steps. A
+    whole lines. A process that is killed loses at most 50 steps or five seconds of steps. A
     forked child writes nothing. Rank r > 0 writes `run.rankR.jsonl`, without its finite steps.
 
     Args:
         path: path of the run file; folders are created. An existing file is continued.
-        every: largest number of steps in a batch.
-        seconds: longest time between two writes during training.
         detail_every: number of steps between records of norms, zeros and updates of each tensor; 0 for never.
         config: your own settings, shown in the report.
         overwrite: replace an existing file.
@@ -78,8 +77,6 @@ class Recorder:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        every: int = 50,
-        seconds: float = 5.0,
         detail_every: int = 10,
         config: Mapping[str, Any] | None = None,
         overwrite: bool = False,
@@ -88,11 +85,8 @@ class Recorder:
         source: str = "control",
         command: Sequence[str] | None = None,
     ) -> None:
-        check_number("every", every, at_least=1, at_most=1000, integer=True)
-        check_number("seconds", seconds, at_least=0.0)
         check_number("detail_every", detail_every, at_least=0, integer=True)
         self.detail_every = detail_every
-        self._every, self._seconds = every, seconds
         self.rank, world_size = _rank()
         self.path = Path(path)
         """Path of the file that this process writes."""
@@ -183,9 +177,9 @@ class Recorder:
         self._add(fields, tensors)
         self._step_count[fields["optimizer"]] += 1
         now = time.monotonic()
-        is_slow = now - self._last_step_time > self._seconds / 5  # The next step may come late.
+        is_slow = now - self._last_step_time > _SECONDS / 5  # The next step may come late.
         self._last_step_time = now
-        if is_slow or len(self._pending) >= self._every or now - self._last_write >= self._seconds:
+        if is_slow or len(self._pending) >= _STEPS or now - self._last_write >= _SECONDS:
             self.flush()
 
     def log(self, **numbers: float | Tensor) -> None:

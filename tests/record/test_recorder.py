@@ -17,9 +17,20 @@ import torch
 from torch import nn
 
 import gradilocks
-from gradilocks import GradientControl
+from gradilocks import GradientControl, record
 from gradilocks.errors import GradilocksError
 from gradilocks.record import Recorder, WeightSample, log
+
+
+@pytest.fixture
+def batches_of(monkeypatch):
+    """Sets the number of steps in a batch of lines; time does not end a batch."""
+
+    def change(steps: int) -> None:
+        monkeypatch.setattr(record, "_STEPS", steps)
+        monkeypatch.setattr(record, "_SECONDS", 1000.0)
+
+    return change
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -157,12 +168,13 @@ def test_non_finite_numbers_are_strings(tmp_path):
 
 
 @pytest.mark.parametrize("has_extension", [True, False])
-def test_recording_changes_no_bit(tmp_path, monkeypatch, has_extension):
+def test_recording_changes_no_bit(tmp_path, monkeypatch, batches_of, has_extension):
     if not has_extension:
         monkeypatch.setitem(gradilocks.kernels.BACKENDS, "cpu", None)
+    batches_of(3)
     results = []
-    for record in (None, Recorder(tmp_path / "run.jsonl", every=3, detail_every=2)):
-        model, control = make(record)
+    for recorder in (None, Recorder(tmp_path / "run.jsonl", detail_every=2)):
+        model, control = make(recorder)
         train(control, model, 20, bad=7)
         state = control.optimizers[0].state_dict()["state"]
         results.append(
@@ -171,9 +183,10 @@ def test_recording_changes_no_bit(tmp_path, monkeypatch, has_extension):
     assert all(torch.equal(plain, recorded) for plain, recorded in zip(*results, strict=True))
 
 
-def test_steps_are_written_in_batches(tmp_path):
+def test_steps_are_written_in_batches(tmp_path, batches_of):
     path = tmp_path / "run.jsonl"
-    recorder = Recorder(path, every=10, seconds=1000)
+    batches_of(10)
+    recorder = Recorder(path)
     model, control = make(recorder)
     counts = []
     for _ in range(25):
@@ -188,7 +201,7 @@ def test_steps_are_written_when_the_time_is_over(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     path = tmp_path / "run.jsonl"
-    recorder = Recorder(path, every=1000, seconds=5)
+    recorder = Recorder(path)
     model, control = make(recorder)
     counts = []
     for _ in range(14):
@@ -200,11 +213,6 @@ def test_steps_are_written_when_the_time_is_over(tmp_path, monkeypatch):
     train(control, model, 1)
     assert len(of_kind(path, "step")) == 15, "a slow step is written at once"
     recorder.close()
-
-
-def test_more_steps_than_the_device_keeps_are_refused():
-    with pytest.raises(ValueError, match="every must be at least 1 and at most 1000, got 2000"):
-        Recorder("run.jsonl", every=2000)
 
 
 def test_logged_numbers_belong_to_the_latest_step(tmp_path):
@@ -329,11 +337,12 @@ def test_a_rank_above_zero_writes_its_own_file_with_bad_steps_only(tmp_path, mon
 SCRIPT = """
 import os, sys, time, torch
 from torch import nn
-from gradilocks import GradientControl
+from gradilocks import GradientControl, record
 from gradilocks.record import Recorder
 
+record._SECONDS = 0.2
 model = nn.Linear(4, 2)
-control = GradientControl(torch.optim.SGD(model.parameters(), lr=0.1), record=Recorder(sys.argv[1], seconds=0.2))
+control = GradientControl(torch.optim.SGD(model.parameters(), lr=0.1), record=Recorder(sys.argv[1]))
 
 def train(steps):
     for _ in range(steps):
@@ -393,8 +402,9 @@ def test_a_recorder_does_not_keep_a_control_alive(tmp_path):
     assert dead() is None
 
 
-def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path, monkeypatch):
-    recorder = Recorder(tmp_path / "run.jsonl", every=2)
+def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path, monkeypatch, batches_of):
+    batches_of(2)
+    recorder = Recorder(tmp_path / "run.jsonl")
     model, control = make(recorder)
     train(control, model, 4)
     recorder.flush()
@@ -407,7 +417,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path, monkeypat
     assert [line["step"] for line in of_kind(tmp_path / "run.jsonl", "step")] == [1, 2, 3, 4]
 
 
-def test_every_line_is_written_by_one_call(tmp_path, monkeypatch):
+def test_every_line_is_written_by_one_call(tmp_path, monkeypatch, batches_of):
     written = []
     original = os.write
 
@@ -415,7 +425,8 @@ def test_every_line_is_written_by_one_call(tmp_path, monkeypatch):
         written.append(bytes(data))
         return original(file, data)
 
-    recorder = Recorder(tmp_path / "run.jsonl", every=4, seconds=1000)
+    batches_of(4)
+    recorder = Recorder(tmp_path / "run.jsonl")
     model, control = make(recorder)
     monkeypatch.setattr(os, "write", write)
     train(control, model, 9)
