@@ -11,24 +11,20 @@ with one synchronization at the end. The times are those of rank 0, which waits 
 from __future__ import annotations
 
 import argparse
-import itertools
-import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_training import GPT, LIMIT, QUICK, SCALE, Work
-from contenders import Problem, control_step, scaler_step
-from harness import Contender, Ready, Row, arguments, compete, environment, measure_rows
+from bench_training import GPT, QUICK, Work, ready
+from contenders import control_step, scaler_step
+from harness import Contender, Row, arguments, compete, environment, measure_rows
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from versions import V3
 
-LOOP = 10
 MODELS = {"1.6M": Work(96, 128, 8, 4, (2, 32), rounds=21), "14M": Work(4096, 320, 10, 5, (2, 32), rounds=9)}
 
 
@@ -50,39 +46,11 @@ WRAPPERS = {"DDP": data_parallel, "FSDP2": sharded}
 ROWS = {f"{layout}-{size}": (layout, size) for layout in WRAPPERS for size in MODELS}
 
 
-def ready(
-    work: Work,
-    wrap: Callable[[nn.Module], nn.Module],
-    device: torch.device,
-    make_step: Callable[[Problem, Any], Callable[[], None]],
-    package: Any,
-) -> Ready:
-    """A contender with its own model; its timed call is ten steps."""
-    model, generator = wrap(GPT(work).to(device)), torch.Generator().manual_seed(dist.get_rank())
-    batches = itertools.cycle(torch.randint(work.vocabulary, (4, 2, *work.batch), generator=generator).to(device))
-
-    def loss() -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            return model(*next(batches))  # type: ignore[no-any-return]
-
-    params = list(model.parameters())
-    # eps is as large as a clipped gradient; see Workload.eps.
-    eps = LIMIT / math.sqrt(sum(param.numel() for param in params))
-    step = make_step(Problem(params, loss, LIMIT, SCALE, 1e-4, eps, Tensor.backward), package)
-
-    def loop() -> None:
-        for _ in range(LOOP):
-            model.zero_grad()
-            step()
-
-    return Ready(loop, params, {"loop": lambda: None}, steps=LOOP)
-
-
 def measure(name: str, options: argparse.Namespace, device: torch.device) -> list[Row]:
     """Times all contenders on one model under one layout."""
     layout, size = ROWS[name]
     work = QUICK if options.quick else MODELS[size]
-    make = partial(ready, work, WRAPPERS[layout], device)
+    make = partial(ready, work, device, wrap=WRAPPERS[layout], seed=dist.get_rank(), dtype=torch.bfloat16)
     contenders = [
         Contender("torch", partial(make, scaler_step)),
         Contender("0.3 drop-in", partial(make, scaler_step), V3),

@@ -79,14 +79,21 @@ class GPT(nn.Module):
 
 
 def ready(
-    work: Work, device: torch.device, make_step: Callable[[Problem, Any], Callable[[], None]], package: Any
+    work: Work,
+    device: torch.device,
+    make_step: Callable[[Problem, Any], Callable[[], None]],
+    package: Any,
+    *,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    seed: int = 1,
+    dtype: torch.dtype = torch.float16,
 ) -> Ready:
-    """A contender with its own model; its timed call is ten steps."""
-    model, generator = GPT(work).to(device), torch.Generator().manual_seed(1)
+    """A contender with its own model, wrapped by `wrap`; its timed call is ten steps, on a GPU in `dtype`."""
+    model, generator = wrap(GPT(work).to(device)), torch.Generator().manual_seed(seed)
     batches = itertools.cycle(torch.randint(work.vocabulary, (4, 2, *work.batch), generator=generator).to(device))
 
     def loss() -> Tensor:
-        with torch.autocast(device.type, torch.float16, enabled=device.type == "cuda"):
+        with torch.autocast(device.type, dtype, enabled=device.type == "cuda"):
             return model(*next(batches))  # type: ignore[no-any-return]
 
     params = list(model.parameters())
