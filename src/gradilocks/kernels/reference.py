@@ -56,8 +56,9 @@ def norm(tensors: Sequence[Tensor], order: float) -> Tensor | float:
     if tensors[0].device.type != "cpu":
         return total_norm(measure(tensors, order=order, detail=False)[0], order)
     if order == 2.0:
-        total = _norm_on_cpu(tensors)
-        if sum(map(Tensor.numel, tensors)) * _TINY_MEAN_SQUARE[torch.float32] <= total * total < math.inf:
+        sizes = list(map(Tensor.numel, tensors))
+        total = _norm_on_cpu(tensors, sizes)
+        if sum(sizes) * _TINY_MEAN_SQUARE[torch.float32] <= total * total < math.inf:
             return total
     return total_norm_on_host(measure(tensors, order=order, detail=False)[0].tolist(), order)
 
@@ -73,8 +74,9 @@ def multiply_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
         factor = factor.item()
     if isinstance(factor, float) and factor == 1.0:
         return
-    for dtype in set(map(_dtype_of, tensors)):
-        same = [tensor for tensor in tensors if tensor.dtype is dtype]
+    dtypes = set(map(_dtype_of, tensors))
+    for dtype in dtypes:
+        same = list(tensors) if len(dtypes) == 1 else [tensor for tensor in tensors if tensor.dtype is dtype]
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         if isinstance(factor, float):
             foreach_mul_(same, torch.tensor(factor, dtype=wide, device="cpu"))
@@ -198,25 +200,26 @@ def _norms_on_cpu(tensors: Sequence[Tensor]) -> list[float]:
     return norms
 
 
-def _norm_on_cpu(tensors: Sequence[Tensor]) -> float:
-    """2-norm of all elements of CPU tensors; inexact if squares overflow or vanish in float32."""
+def _norm_on_cpu(tensors: Sequence[Tensor], sizes: Sequence[int]) -> float:
+    """2-norm of all elements of CPU tensors of these sizes; inexact if squares overflow or vanish in float32."""
     if set(map(_dtype_of, tensors)) != {torch.float32}:
         return math.hypot(*_norms_on_cpu(tensors))
-    small = [tensor for tensor in tensors if tensor.numel() <= _MAX_SMALL]
+    small = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= _MAX_SMALL]
     norms = torch.stack(foreach_norm(small, 2.0, torch.float32)).tolist() if small else []
-    norms += [_norm_of_rows(tensor) for tensor in tensors if tensor.numel() > _MAX_SMALL]
+    norms += [_norm_of_rows(tensor) for tensor, size in zip(tensors, sizes, strict=True) if size > _MAX_SMALL]
     return math.hypot(*norms)
 
 
 def _norm_of_rows(tensor: Tensor) -> float:
     """2-norm of a CPU tensor; inexact if squares overflow or vanish in float32."""
-    if tensor.dtype is torch.float64 or tensor.numel() <= _MAX_SMALL:
+    size = tensor.numel()
+    if tensor.dtype is torch.float64 or size <= _MAX_SMALL:
         return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
-    flat = tensor.as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.reshape(-1)
-    whole = flat.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=torch.float32)
-    rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float64)
-    return math.hypot(float(torch.linalg.vector_norm(rows, dtype=torch.float64)), float(rest))
+    flat = tensor.as_strided((size,), (1,)) if is_dense(tensor) else tensor.reshape(-1)
+    rest = size % _ROW
+    rows = torch.linalg.vector_norm(flat[: size - rest].view(-1, _ROW), dim=1, dtype=torch.float32)
+    norm = float(torch.linalg.vector_norm(rows, dtype=torch.float64))
+    return math.hypot(norm, float(torch.linalg.vector_norm(flat[-rest:], dtype=torch.float64))) if rest else norm
 
 
 def _largest(tensors: Sequence[Tensor]) -> list[float]:

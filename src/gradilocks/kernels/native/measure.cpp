@@ -8,8 +8,8 @@
 // The largest magnitude is found among bit patterns as integers, which are ordered like the numbers, Inf above them and
 // NaN above Inf: one comparison finds all three.
 //
-// A block is read twice, the second time from the L1 cache: once for the bits, once for the sums. One Zen 4 core reads
-// 6.5 G float32 a second that way (26 GB/s; AVX2 27, SSE2 10); memory gives it 24 GB/s.
+// Elements are prefetched 8 KiB ahead, because the processor's own prefetching ends with each page of 4 KiB: one Zen 5
+// core reads 34 GB/s from memory instead of 29, and 56 GB/s from its L2 cache (AVX2 36, SSE2 15).
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
@@ -26,7 +26,8 @@ constexpr int LANES = 16;
 constexpr int64_t READ_CHUNK = 1 << 15, WRITE_CHUNK = 1 << 12;
 // Elements that take about 10 us, as long as waking a thread.
 constexpr int64_t READ_GRAIN = 1 << 16, WRITE_GRAIN = 1 << 15;
-constexpr int64_t BLOCK = 512;  // Elements that stay in the L1 cache: 2 KiB.
+constexpr int64_t PREFETCH = 1 << 11;  // Elements.
+constexpr int64_t BLOCK = 512;         // Elements that stay in the L1 cache: 2 KiB.
 constexpr int32_t INFINITY_BITS = 0x7f800000;
 
 // The codes of `cpu.py`.
@@ -39,6 +40,12 @@ To bit_cast(From from) {
   memcpy(&to, &from, sizeof(to));
   return to;
 }
+
+struct Lanes {
+  double powers[LANES];    // Sums of powers.
+  int32_t largest[LANES];  // Bit patterns.
+  int32_t zeros[LANES];
+};
 
 struct Statistics {
   double sum = 0.0;  // Of the p-th powers.
@@ -54,30 +61,24 @@ struct Statistics {
   }
 };
 
-// The lanes are a local array, so that the compiler keeps them in registers: in memory they take four times as long.
-// `count` is a multiple of LANES.
+// `count` is a multiple of LANES. The compiler keeps a local copy of the lanes in registers: in memory they take four
+// times as long.
 template <int POWER>
-VECTORIZED void add_powers(double* lanes, const float* x, int64_t count) {
-  double sums[LANES];
-  memcpy(sums, lanes, sizeof(sums));
+VECTORIZED void add_elements(Lanes& lanes, const float* x, int64_t count) {
+  Lanes sums = lanes;
   for (int64_t i = 0; i < count; i += LANES) {
+    __builtin_prefetch(x + i + PREFETCH);
     for (int lane = 0; lane < LANES; ++lane) {
-      const double value = static_cast<double>(x[i + lane]);
-      sums[lane] += POWER == 1 ? fabs(value) : value * value;
+      const int32_t magnitude = bit_cast<int32_t>(x[i + lane]) & 0x7fffffff;
+      if constexpr (POWER != 0) {
+        const double value = static_cast<double>(x[i + lane]);
+        sums.powers[lane] += POWER == 1 ? fabs(value) : value * value;
+      }
+      sums.largest[lane] = sums.largest[lane] < magnitude ? magnitude : sums.largest[lane];
+      sums.zeros[lane] += magnitude == 0;
     }
   }
-  memcpy(lanes, sums, sizeof(sums));
-}
-
-VECTORIZED void find_largest(int32_t& largest, int64_t& zeros, const float* x, int64_t count) {
-  int32_t peak = largest, found = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const int32_t magnitude = bit_cast<int32_t>(x[i]) & 0x7fffffff;
-    peak = peak < magnitude ? magnitude : peak;
-    found += magnitude == 0;
-  }
-  largest = peak;
-  zeros += found;
+  lanes = sums;
 }
 
 void count_nonfinite(Statistics& statistics, const float* x, int64_t count) {
@@ -93,28 +94,35 @@ void count_nonfinite(Statistics& statistics, const float* x, int64_t count) {
 template <int POWER>
 Statistics measure_chunk(const float* x, int64_t length) {
   Statistics statistics;
-  double lanes[LANES] = {};
-  int32_t largest = 0;
-  for (int64_t from = 0; from < length; from += BLOCK) {
-    const int64_t count = std::min(BLOCK, length - from), full = count / LANES * LANES;
-    find_largest(largest, statistics.zeros, x + from, count);
-    if constexpr (POWER != 0) {
-      add_powers<POWER>(lanes, x + from, full);
-      if (full < count) {
-        float tail[LANES] = {};
-        memcpy(tail, x + from + full, static_cast<size_t>(count - full) * sizeof(float));
-        add_powers<POWER>(lanes, tail, LANES);
-      }
-    }
+  Lanes lanes = {};
+  const int64_t full = length / LANES * LANES;
+  add_elements<POWER>(lanes, x, full);
+  if (full < length) {
+    float tail[LANES] = {};
+    memcpy(tail, x + full, static_cast<size_t>(length - full) * sizeof(float));
+    add_elements<POWER>(lanes, tail, LANES);
+    statistics.zeros -= full + LANES - length;
   }
-  for (double sum : lanes) {
-    statistics.sum += sum;
+  int32_t largest = 0;
+  for (int lane = 0; lane < LANES; ++lane) {
+    statistics.sum += lanes.powers[lane];
+    statistics.zeros += lanes.zeros[lane];
+    largest = std::max(largest, lanes.largest[lane]);
   }
   statistics.largest = static_cast<double>(bit_cast<float>(largest));
   if (largest >= INFINITY_BITS) {
     count_nonfinite(statistics, x, length);
   }
   return statistics;
+}
+
+VECTORIZED int32_t largest_bits(const float* x, int64_t count) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t magnitude = bit_cast<int32_t>(x[i]) & 0x7fffffff;
+    largest = largest < magnitude ? magnitude : largest;
+  }
+  return largest;
 }
 
 VECTORIZED void multiply(float* x, float factor, int64_t count) {
@@ -132,7 +140,6 @@ VECTORIZED void clamp(float* x, float bound, int64_t count) {
 // Changes elements block by block. Returns true if a result is NaN or Inf and was looked for.
 bool change(float* x, int64_t length, int operation, float number) {
   int32_t largest = 0;
-  int64_t zeros = 0;
   for (int64_t from = 0; from < length; from += BLOCK) {
     const int64_t count = std::min(BLOCK, length - from);
     if (operation == CLAMP) {
@@ -141,7 +148,7 @@ bool change(float* x, int64_t length, int operation, float number) {
       multiply(x + from, number, count);
     }
     if (operation == UNSCALE) {
-      find_largest(largest, zeros, x + from, count);
+      largest = std::max(largest, largest_bits(x + from, count));
     }
   }
   return largest >= INFINITY_BITS;
