@@ -54,7 +54,7 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: lower bound of the scale, at least 2**-126.
         max_scale: upper bound of the scale.
 
-    Example:
+    Examples:
         >>> scaler = GradScaler("cpu", model=model)
         >>> scaler.scale(loss).backward()
         >>> scaler.step(optimizer)
