@@ -554,7 +554,8 @@ def resolve_clip(clip: object) -> tuple[ClipPolicy, ...]:
     methods = [callable(getattr(clip, name, None)) for name in ("init", "limit", "update")]
     if isinstance(clip, type) or not all(methods):
         raise TypeError(
-            f"clip must be None, a number (the largest norm) or a clip policy such as ClipByNorm(1.0), got {clip!r}."
+            "clip must be None, a number (the largest norm) or a clip policy (init, limit and update) such as "
+            f"ClipByNorm(1.0), got {clip!r}."
         )
     per = getattr(clip, "per", "model")
     if per not in get_args(Per):

@@ -247,7 +247,7 @@ def resolve_scale(scale: object) -> ScalePolicy | None:
         return StaticScale(float(scale))
     if isinstance(scale, type) or not all(callable(getattr(scale, name, None)) for name in ("init", "update")):
         raise TypeError(
-            "scale must be None, 'dynamic', a number or a scale policy such as DynamicScale(init_scale=1024.0), "
+            "scale must be None, 'dynamic', a number or a scale policy (init and update) such as DynamicScale(), "
             f"got {scale!r}."
         )
     policy = cast(ScalePolicy, scale)

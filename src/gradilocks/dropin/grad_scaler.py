@@ -89,7 +89,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def outcome(self) -> ScalerOutcome | None:
-        """The result of the most recent `step`; None before the first one."""
+        """The result of the most recent `step`; None before the first one and for a disabled scaler."""
         return self._outcome
 
     def scale(self, outputs: Any) -> Any:
