@@ -153,7 +153,7 @@ class ClipPerGroup(ClipPolicy):
 
     Args:
         limits: largest norm of each group, None for no limit. A key is the index of a param_group, counted over all
-            optimizers, the "name" in a param_group, or a shell pattern of parameter names ("embed.*", "*.bias"). The
+            optimizers, the "name" in a param_group, or a shell pattern of parameter names (`embed.*`, `*.bias`). The
             first key that matches a parameter wins.
         otherwise: limit for all other parameters together; None for no limit.
         order: the p of the norm, from 1 to 8, or `math.inf`.
