@@ -250,7 +250,7 @@ def audit(
         GradilocksError: `loss_fn` changed a parameter, or the gradients are float16 or emulated and have underflowed
             already.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(4, 1)
         >>> result = gradilocks.audit(model, lambda model, x: model(x).mean(), [torch.full((8, 4), 1e-4)])
         >>> result.recommended.format.name, result.recommended.scale

@@ -231,7 +231,8 @@ def _call(function: str) -> tuple[Any, Any, Any]:
     if not Path(file).is_file() or spec is None or spec.loader is None:
         raise typer.BadParameter(f"{function!r} does not name a function in a Python file. Write FILE.py:FUNCTION.")
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(file).resolve().parent))  # As for a script, which may import modules beside it.
+    sys.path.insert(0, str(Path(file).resolve().parent))  # As for a script, which may import modules beside it
+    sys.argv[:] = [file]  # and read its arguments.
     spec.loader.exec_module(module)
     if not callable(getattr(module, name, None)):
         raise GradilocksError(f"{file} has no function {name!r}.")
@@ -334,7 +335,7 @@ def _message(error: Exception) -> str | None:
     """The line to print for an error; None for an unexpected one, which keeps its traceback."""
     if isinstance(error, _UsageError):
         command = "gradilocks" if error.ctx is None else error.ctx.command_path
-        return f"{error.format_message().rstrip('.')}. See {command} --help."
+        return f"{error.format_message().rstrip('.')}. See {command} --help.".replace("?.", "?")
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:

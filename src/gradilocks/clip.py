@@ -100,7 +100,7 @@ class ClipByNorm(ClipPolicy):
         max_norm: the bound, not negative; `math.inf` to measure without clipping.
         order: the p of the norm, from 1 to 8; `math.inf` bounds the largest element.
 
-    Example:
+    Examples:
         >>> policy = ClipByNorm(1.0)
         >>> policy.limit(torch.tensor([4.0]), torch.tensor(4.0), policy.init()).factor
         tensor(0.2500)
@@ -128,7 +128,7 @@ class ClipByValue(ClipPolicy):
     Args:
         value: the bound, not negative.
 
-    Example:
+    Examples:
         >>> policy = ClipByValue(0.5)
         >>> policy.limit(torch.tensor([4.0]), torch.tensor(4.0), policy.init()).value
         tensor(0.5000)
@@ -153,12 +153,12 @@ class ClipPerGroup(ClipPolicy):
 
     Args:
         limits: largest norm of each group, None for no limit. A key is the index of a param_group, counted over all
-            optimizers, the "name" in a param_group, or a shell pattern of parameter names ("embed.*", "*.bias"). The
+            optimizers, the "name" in a param_group, or a shell pattern of parameter names (`embed.*`, `*.bias`). The
             first key that matches a parameter wins.
         otherwise: limit for all other parameters together; None for no limit.
         order: the p of the norm, from 1 to 8, or `math.inf`.
 
-    Example:
+    Examples:
         >>> policy = ClipPerGroup({"embed.*": 0.5, "head.*": None}, otherwise=1.0)
         >>> policy.groups(["embed.weight", "body.weight", "head.weight"], [(0, None)] * 3)
         [0, 2, 1]
@@ -231,7 +231,7 @@ class AdaptiveClip(ClipPolicy):
         eps: lower bound of the norm of the weights, for weights that start at zero.
         exclude: shell patterns of parameter names that are not clipped. The authors exclude the last layer.
 
-    Example:
+    Examples:
         >>> policy = AdaptiveClip(0.01, exclude=("head.*",))
         >>> policy.rows("conv.weight", (64, 3, 7, 7)), policy.rows("head.weight", (10, 64))
         (64, 0)
@@ -294,7 +294,7 @@ class AdaGC(ClipPolicy):
         warmup: number of steps with global clipping.
         warmup_norm: global limit of these steps.
 
-    Example:
+    Examples:
         >>> policy = AdaGC(warmup=1, warmup_norm=1.0)
         >>> state, norms, total = policy.init(), torch.tensor([3.0, 4.0]), torch.tensor(5.0)
         >>> state = policy.update(norms, total, policy.limit(norms, total, state), state)
@@ -348,7 +348,7 @@ class QuantileClip(ClipPolicy):
         quantile: between 0 and 1, interpolated linearly. The authors use 0.1, which clips nearly every step.
         window: number of norms in memory. The authors keep all.
 
-    Example:
+    Examples:
         >>> policy = QuantileClip(0.5, window=4)
         >>> state = policy.init()
         >>> for norm in torch.tensor([1.0, 2.0, 9.0]):
@@ -396,7 +396,7 @@ class ZScoreClip(ClipPolicy):
         alpha: decay of mean and variance.
         warmup: number of steps before clipping starts.
 
-    Example:
+    Examples:
         >>> policy, norm = ZScoreClip(warmup=4), torch.tensor(10.0)
         >>> state = {"count": torch.tensor(4), "mean": torch.tensor(2.0), "variance": torch.tensor(0.5)}
         >>> policy.limit(norm.reshape(1), norm, state).bound
@@ -455,7 +455,7 @@ class SkipSpikes(ClipPolicy):
         window: number of accepted norms in memory. `sigmas` applies once half of it is filled.
         max_norm: absolute bound, from the first step on; inf for none.
 
-    Example:
+    Examples:
         >>> policy, norm = SkipSpikes(max_norm=50.0), torch.tensor(60.0)
         >>> policy.limit(norm.reshape(1), norm, policy.init()).reject
         tensor(True)
@@ -507,7 +507,7 @@ def chain(*policies: object) -> Chain:
         policies: policies, chains, or numbers (ClipByNorm). All must use norms of the same order. AdaptiveClip must be
             the first, ClipByValue the last.
 
-    Example:
+    Examples:
         >>> chain(SkipSpikes(), 1.0).policies[1]
         ClipByNorm(max_norm=1.0, order=2.0)
 
@@ -546,7 +546,8 @@ def resolve_clip(clip: object) -> tuple[ClipPolicy, ...]:
     methods = [callable(getattr(clip, name, None)) for name in ("init", "limit", "update")]
     if isinstance(clip, type) or not all(methods):
         raise TypeError(
-            f"clip must be None, a number (the largest norm) or a clip policy such as ClipByNorm(1.0), got {clip!r}."
+            "clip must be None, a number (the largest norm) or a clip policy (init, limit and update) such as "
+            f"ClipByNorm(1.0), got {clip!r}."
         )
     per = getattr(clip, "per", "model")
     if per not in get_args(Per):

@@ -65,7 +65,7 @@ class GradientControl:
             None for the default weight. Needed for plain tensors that are parts of a larger tensor.
         record: path of a run file, or a Recorder.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(4, 1)
         >>> control = GradientControl(torch.optim.SGD(model.parameters(), lr=0.1), model=model, clip=1.0)
         >>> control.backward(model(torch.ones(8, 4)).square().mean())

@@ -48,7 +48,7 @@ def emulate(
         GradilocksError: on recurrent layers, sparse, nested or half-precision tensors and in-place products, under
             `torch.autocast` and inside another `emulate`.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(4, 1)
         >>> with gradilocks.emulate("fp16"):
         ...     loss = model(torch.full((2, 4), 1e-9)).square().mean()

@@ -60,7 +60,7 @@ def explain(value: float, *, scale: float | None = None) -> list[StoredNumber]:
         One row per format without a scale, then one row per format with `scale` if it is given. `to_text` formats the
         rows as tables.
 
-    Example:
+    Examples:
         >>> rows = {row.format.name: row for row in explain(6e-8)}
         >>> rows["fp16"].recovered, rows["fp16"].significant_bits
         (5.960464477539063e-08, 1)

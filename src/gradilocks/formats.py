@@ -19,7 +19,7 @@ __all__ = ["FORMATS", "Format", "find_format"]
 class Format:
     """A binary floating-point format: one sign bit, an exponent and a mantissa.
 
-    Example:
+    Examples:
         >>> fp16 = FORMATS["fp16"]
         >>> fp16.largest, fp16.smallest_normal, fp16.smallest_subnormal
         (65504.0, 6.103515625e-05, 5.960464477539063e-08)

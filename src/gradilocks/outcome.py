@@ -33,7 +33,7 @@ class Outcome:
     A GPU keeps the numbers of the last 1,024 steps and the counts behind `culprits` of the last 64; reading older ones
     raises OutcomeExpired.
 
-    Example:
+    Examples:
         >>> outcome = control.step()
         >>> outcome.skipped, outcome.clipped
         (False, True)

@@ -69,7 +69,7 @@ class Recorder:
         overwrite: replace an existing file.
         label: name of the run in the report; by default the script with its arguments.
 
-    Example:
+    Examples:
         >>> recorder = Recorder("runs/a.jsonl", config={"batch": 32})
         >>> control = GradientControl(optimizer, model=model, record=recorder)
     """

@@ -68,7 +68,7 @@ class StaticScale(ScalePolicy):
     Args:
         scale: the constant. A power of two costs no precision.
 
-    Example:
+    Examples:
         >>> StaticScale(1024.0).init()["scale"]
         tensor(1024.)
 
@@ -112,7 +112,7 @@ class DynamicScale(ScalePolicy):
         max_scale: upper bound. Growth beyond it is omitted, so that a scale that is a power of two remains one.
         hysteresis: the scale backs off at this many overflows since its last growth, and at each further overflow.
 
-    Example:
+    Examples:
         >>> policy = DynamicScale(init_scale=8.0)
         >>> policy.update(policy.init(), overflow=torch.tensor(True), largest=torch.tensor(0.0))["scale"]
         tensor(4.)
@@ -173,7 +173,7 @@ class HeadroomScale(ScalePolicy):
         growth_interval: number of consecutive finite steps before the ceiling is raised.
         min_scale, max_scale: bounds of the scale.
 
-    Example:
+    Examples:
         >>> policy = HeadroomScale(init_scale=256.0, margin=4)
         >>> policy.update(policy.init(), overflow=torch.tensor(False), largest=torch.tensor(0.25))["scale"]
         tensor(2097152.)
@@ -245,7 +245,7 @@ def resolve_scale(scale: object) -> ScalePolicy | None:
         return StaticScale(float(scale))
     if isinstance(scale, type) or not all(callable(getattr(scale, name, None)) for name in ("init", "update")):
         raise TypeError(
-            "scale must be None, 'dynamic', a number or a scale policy such as DynamicScale(init_scale=1024.0), "
+            "scale must be None, 'dynamic', a number or a scale policy (init and update) such as DynamicScale(), "
             f"got {scale!r}."
         )
     policy = cast(ScalePolicy, scale)

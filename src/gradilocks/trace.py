@@ -404,7 +404,7 @@ class trace:  # noqa: N801 (used like a function)
     Args:
         model: provides the names of modules, and the gradients to check.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(2, 2)
         >>> with trace(model) as found:
         ...     (model(torch.zeros(1, 2)) * 0).log().sum().backward()

@@ -28,6 +28,7 @@ def wide_terminal(monkeypatch):
 def folder(tmp_path, monkeypatch):
     """A folder with two runs, as the working directory."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["gradilocks", "words"])
     for name in ("a", "b"):
         write_run(tmp_path / "runs" / f"{name}.jsonl", label=f"train.py {name}")
     return tmp_path
@@ -77,7 +78,7 @@ def test_the_version_is_printed(capsys):
 @pytest.mark.parametrize(
     ("words", "status", "reason"),
     [
-        (["reprot"], 2, "No such command 'reprot'"),
+        (["reprot"], 2, "No such command 'reprot'. Did you mean 'report'? See gradilocks --help."),
         (["report"], 2, "Missing argument 'FILE...'"),
         (["report", "missing.jsonl"], 1, "missing.jsonl: No such file or directory"),
         (["report", "text.txt"], 1, "text.txt is not a run file: it has no header line."),
@@ -101,7 +102,7 @@ def test_the_version_is_printed(capsys):
 )
 def test_an_error_is_one_line_without_a_traceback(folder, capsys, words, status, reason):
     (folder / "text.txt").write_text("no run file\n")
-    (folder / "make.py").write_text("def make(): pass\n")
+    (folder / "make.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\ndef make(): pass\n")
     before = (folder / "runs" / "b.jsonl").read_text()
     found, _, err = call(capsys, *words)
     assert found == status

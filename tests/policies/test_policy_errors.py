@@ -114,7 +114,7 @@ DOCUMENTED = [
 def test_a_docstring_has_the_rule_the_arguments_an_example_and_the_reference(policy):
     text = inspect.getdoc(policy)
     assert [line for line in text.splitlines() if line.startswith("    ") and " = " in line], "no formula"
-    for part in ("Args:", "Example:", "Reference:"):
+    for part in ("Args:", "Examples:", "Reference:"):
         assert part in text
     for field in dataclasses.fields(policy):
         assert f"{field.name}:" in text or f"{field.name}, " in text, field.name

@@ -177,6 +177,7 @@ def test_ls_shows_runs_by_their_first_and_last_lines(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("text\n")
     entries = ls.list_runs(tmp_path)
     assert [entry.path.name for entry in entries] == ["audit.jsonl", "a.jsonl", "b.jsonl"]
+    assert printed(ls.to_text(entries), width=60).count(".jsonl ") == 3  # File names are not wrapped.
     text = " ".join(printed(ls.to_text(entries), width=200).split())
     assert "train.py --b" in text
     assert "300 1.5 finished Healthy: fine; a" in text

@@ -54,7 +54,7 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: lower bound of the scale, at least 2**-126.
         max_scale: upper bound of the scale.
 
-    Example:
+    Examples:
         >>> scaler = GradScaler("cpu", model=model)
         >>> scaler.scale(loss).backward()
         >>> scaler.step(optimizer)
@@ -89,7 +89,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def outcome(self) -> ScalerOutcome | None:
-        """The result of the most recent `step`; None before the first one."""
+        """The result of the most recent `step`; None before the first one and for a disabled scaler."""
         return self._outcome
 
     def scale(self, outputs: Any) -> Any:

@@ -39,7 +39,7 @@ def control_for(accelerator: Accelerator, model: Any, optimizer: Any, **options:
         options: arguments of GradientControl. By default `scale` is that of Accelerate: dynamic with
             mixed_precision="fp16" on a GPU (with the settings of GradScalerKwargs), otherwise None.
 
-    Example:
+    Examples:
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         control = control_for(accelerator, model, optimizer, clip=1.0)
     """

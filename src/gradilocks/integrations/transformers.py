@@ -95,7 +95,7 @@ class GradientControlMixin(_Trainer):  # type: ignore[misc]
 class GradientControlTrainer(GradientControlMixin, Trainer):  # type: ignore[misc]
     """`transformers.Trainer` that steps with a GradientControl; see GradientControlMixin.
 
-    Example:
+    Examples:
         trainer = GradientControlTrainer(model, args, train_dataset=rows, control_options={"record": "run.jsonl"})
         trainer.train()
         trainer.gradient_control.outcome.norm

@@ -193,7 +193,7 @@ class AdamW(SinglePassOptimizer, torch.optim.AdamW):
             and float32 moments. The parameter is its master copy, rounded. In-place writes to a parameter also
             change its master copy, except writes through `param.data`.
 
-    Example:
+    Examples:
         >>> optimizer = gradilocks.optim.AdamW(model.parameters(), lr=1e-4, master_weights=True)
     """
 

@@ -34,7 +34,7 @@ def check_replicas(params: Iterable[Tensor], group: Any = None, *, names: Sequen
     Raises:
         ReplicasDiffer: on every rank, with the names of the tensors and the groups of ranks that agree.
 
-    Example:
+    Examples:
         >>> linear = torch.nn.Linear(4, 2)
         >>> check_replicas(linear.parameters())  # One rank has nothing to compare.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class _Skipped(Exception):
+class _SkipStep(Exception):
     """Raised in the closure to leave the optimizer's step."""
 
 
@@ -32,7 +32,7 @@ def step_with_closure(optimizer: Any, closure: Callable[[], Tensor], unscale_and
         if loss is None:
             raise TypeError("the closure must return the loss; it returned None.")
         if not unscale_and_clip():
-            raise _Skipped
+            raise _SkipStep
         return loss
 
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -46,5 +46,5 @@ def step_with_closure(optimizer: Any, closure: Callable[[], Tensor], unscale_and
                 param.copy_(value)
         optimizer.state.clear()
         optimizer.state.update(state)
-        if not isinstance(error, _Skipped):
+        if not isinstance(error, _SkipStep):
             raise

@@ -86,7 +86,7 @@ def elements(grad: Tensor, param: Tensor | None = None) -> Tensor:
                 param.grad = grad
         grad = grad.values()
     elif grad.layout is not torch.strided:
-        raise TypeError(f"gradients of layout {grad.layout} are not supported; strided and sparse_coo ones are.")
+        raise TypeError(f"gradients of layout {grad.layout} are not supported. They must be strided or sparse_coo.")
     if grad.is_conj():  # Its memory holds the conjugate, which has the same magnitudes. Resolving would copy it.
         grad = grad.conj()
     return torch.view_as_real(grad) if grad.is_complex() else grad

@@ -84,7 +84,7 @@ def measure(
         order: p of the norms, from 1 to 8, or inf.
         mesh, distinct, share: the ranks; as for GradientControl.
 
-    Example:
+    Examples:
         >>> layer = torch.nn.Linear(2, 1, bias=False)
         >>> layer.weight.grad = torch.tensor([[3.0, 4.0]])
         >>> measurement = measure(layer)

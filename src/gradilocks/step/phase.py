@@ -25,7 +25,7 @@ class Phase(enum.Enum):
 
 
 class _Mark(NamedTuple):
-    """Weak reference to the gradient of a parameter, with its version at this time."""
+    """Weak reference to the gradient of a parameter, with the version that it had when it was marked."""
 
     param: Tensor
     reference: weakref.ref[Tensor]

@@ -99,7 +99,9 @@ def _tables(entries: list[Entry]) -> Iterator[RenderableType]:
     if runs:
         table = Table(box=None, pad_edge=False)
         for name in ("file", "run", "started", "last step", "final loss", "state", "verdict"):
-            table.add_column(name, overflow="fold", justify="right" if name in ("last step", "final loss") else "left")
+            is_number = name in ("last step", "final loss")
+            # A file name on two lines cannot be copied.
+            table.add_column(name, overflow="fold", no_wrap=name == "file", justify="right" if is_number else "left")
         for entry in runs:
             table.add_row(*_row(entry))
         yield table

@@ -12,7 +12,7 @@ __all__ = ["clean", "count", "duration", "moment", "number", "percent", "scale_t
 def clean(text: object) -> str:
     r"""Text on one line, with unprintable characters escaped, so that names in a file cannot control the terminal.
 
-    Example:
+    Examples:
         >>> clean("a\x1b[31mb\n\tc")
         'a\\x1b[31mb c'
     """
@@ -25,7 +25,7 @@ def clean(text: object) -> str:
 def number(value: float) -> str:
     """A number with four significant digits.
 
-    Example:
+    Examples:
         >>> number(12345.6), number(0.000012), number(3.0), number(float("nan"))
         ('12,350', '1.2e-05', '3', 'NaN')
     """
@@ -44,7 +44,7 @@ def number(value: float) -> str:
 def scale_text(value: float) -> str:
     """A loss scale; powers of two other than 1, 2, 4 and 8 are written as 2^n.
 
-    Example:
+    Examples:
         >>> scale_text(65536.0), scale_text(1000.0), scale_text(4.0)
         ('2^16', '1,000', '4')
     """
@@ -57,7 +57,7 @@ def scale_text(value: float) -> str:
 def percent(share: float) -> str:
     """A share as a percentage; 0% and 100% are shown only for exactly 0 and 1.
 
-    Example:
+    Examples:
         >>> percent(0.0), percent(0.00004), percent(0.123), percent(0.9999)
         ('0%', '< 0.01%', '12.3%', '> 99.9%')
     """
@@ -71,7 +71,7 @@ def percent(share: float) -> str:
 def count(quantity: int, noun: str) -> str:
     """A number and a noun, singular or plural.
 
-    Example:
+    Examples:
         >>> count(1, "step"), count(12000, "step")
         ('1 step', '12,000 steps')
     """
@@ -81,7 +81,7 @@ def count(quantity: int, noun: str) -> str:
 def duration(seconds: float) -> str:
     """A duration in seconds, or in its two largest units.
 
-    Example:
+    Examples:
         >>> duration(3.21), duration(75), duration(7322), duration(200000)
         ('3.2 s', '1 min 15 s', '2 h 2 min', '2 d 7 h')
     """
@@ -98,7 +98,7 @@ def duration(seconds: float) -> str:
 def moment(seconds: float) -> str:
     """Local date and time of a Unix time; "" for a number that is not a time.
 
-    Example:
+    Examples:
         >>> moment(1e18), moment(float("nan"))
         ('', '')
     """
@@ -108,7 +108,7 @@ def moment(seconds: float) -> str:
 def shorten(name: str, length: int) -> str:
     """A name of at most `length` characters: its beginning and its end.
 
-    Example:
+    Examples:
         >>> shorten("blocks.11.attention.query.weight", 20)
         'blocks.1…uery.weight'
     """
@@ -121,7 +121,7 @@ def shorten(name: str, length: int) -> str:
 def some_of(names: Sequence[str], limit: int = 3) -> str:
     """The first few names, and how many more there are.
 
-    Example:
+    Examples:
         >>> some_of(["a", "b", "c", "d", "e"]), some_of(["a", "b"])
         ('a, b, c and 2 more', 'a and b')
     """
