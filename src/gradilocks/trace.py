@@ -30,6 +30,7 @@ __all__ = [
     "culprit_from",
     "nonfinite_values",
     "remove_call_observer",
+    "storage_key",
     "tensors_in",
     "trace",
 ]
@@ -83,6 +84,8 @@ class Origin:
     inputs: tuple[dict[str, Any], ...] = ()
     is_mask: bool = False
     """True for an Inf that is probably a mask: written by a fill operation, or in a tensor of 0 and -inf."""
+    storage: int = 0
+    """Key of the tensor's storage, if no examined operation produced the value."""
 
 
 # --- calls of modules -------------------------------------------------------------------------------------------------
@@ -112,7 +115,7 @@ def remove_call_observer(observer: CallObserver) -> None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Finds all tensors in nested tuples, lists, mappings and dataclasses."""
+    """Finds all tensors in nested tuples, lists, mappings, dataclasses and distributions."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -121,7 +124,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
+    elif isinstance(value, torch.distributions.Distribution) or (is_dataclass(value) and not isinstance(value, type)):
         for item in vars(value).values():
             yield from tensors_in(item)
 
@@ -163,6 +166,10 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Source and name of parameters, buffers and inputs, by storage."""
         self.origins: dict[int, dict[str, Origin]] = {}
         """Origin of the NaN and of the Inf in each storage."""
+        self.origins_of_leaves: list[Origin] = []
+        """Origins that no examined operation produced."""
+        self.written: set[int] = set()
+        """Storages to which in-place operations wrote."""
         self._produced: set[int] = set()
         self._nodes: dict[Any, nn.Module | None] = {}
         self._count = 0
@@ -172,7 +179,7 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def add_leaves(self, source: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Registers tensors that exist before the first operation."""
         for name, tensor in tensors:
-            self.leaves.setdefault(_key(tensor), (source, name))
+            self.leaves.setdefault(storage_key(tensor), (source, name))
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """The earliest origin of a NaN or Inf in a tensor; None if it is finite."""
@@ -217,9 +224,13 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _enter_node(self, module: nn.Module | None, name: str, grads: object) -> None:
         _thread.node = module, name
         # Hooks on a gradient run between two nodes, before the node that computed the tensor in forward.
+        self.leave_hooks(module, f"hook on the gradient, before {name}")
+
+    def leave_hooks(self, module: nn.Module | None, description: str) -> None:
+        """Completes the origins in hooks that have just run."""
         for origin in self._in_hooks:
             origin.module = self._name(module)
-            origin.operation += f" (hook on the gradient, before {name})"
+            origin.operation += f" ({description})"
         self._in_hooks.clear()
 
     def _leave_node(self) -> None:
@@ -237,13 +248,17 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotReplayable("the forward pass communicates with other ranks")
         inputs = list(tensors_in((args, kwargs)))
         before = [nonfinite_values(tensor) for tensor in inputs]
+        if "batch_norm" in name and not any(arg is False for arg in args):  # Running statistics are only written.
+            written = set(map(id, args[3:5]))
+            before = [() if id(tensor) in written else v for tensor, v in zip(inputs, before, strict=True)]
         if name == "lift_fresh":  # `torch.tensor(nan)`, `x[i] = nan`, `torch.from_numpy`.
             name, before = _FROM_NUMBERS, [()]
         if name.endswith("_"):  # It overwrites its first input, so a copy is described.
             inputs = [tensor.clone() if i == 0 else tensor for i, tensor in enumerate(inputs)]
-            keys = [_key(tensor) for tensor in tensors_in((args, kwargs))]
+            keys = [storage_key(tensor) for tensor in tensors_in((args, kwargs))]
+            self.written.update(keys[:1])
         else:
-            keys = [_key(tensor) for tensor in inputs]
+            keys = [storage_key(tensor) for tensor in inputs]
         out = func(*args, **kwargs)
         self._count += 1
         for tensor in tensors_in(out):
@@ -251,14 +266,14 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _note_output(self, out: Tensor, name: str, inputs: list[Tensor], keys: list[int], before: list[Any]) -> None:
-        key = _key(out)
+        key = storage_key(out)
         self._produced.add(key)
         if name.startswith(("empty", "new_empty")):  # Uninitialized memory may hold anything.
             self.origins.pop(key, None)
             return
         values = nonfinite_values(out)
         if not values:
-            if out.numel() * out.element_size() >= out.untyped_storage().nbytes():
+            if out.is_sparse or out.numel() * out.element_size() >= out.untyped_storage().nbytes():
                 self.origins.pop(key, None)
             return
         found: dict[str, Origin] = {}
@@ -286,7 +301,7 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _input_origin(self, tensor: Tensor, value: str, key: int | None = None) -> Origin:
         """The origin of NaN or Inf in an input; a new one if no examined operation produced it."""
-        key = _key(tensor) if key is None else key
+        key = storage_key(tensor) if key is None else key
         origins = self.origins.setdefault(key, {})
         if value not in origins:
             source, name = self.leaves.get(key, ("script", ""))
@@ -294,6 +309,8 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 source, name = "kernel", ""
             origins[value] = self._new_origin(source, value, "", [tensor])
             origins[value].module = name or origins[value].module
+            origins[value].storage = key
+            self.origins_of_leaves.append(origins[value])
             origins[value].is_mask = value == "Inf" and source != "received" and _is_mask(tensor)
         return origins[value]
 
@@ -312,7 +329,8 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return origin
 
 
-def _key(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
+    """Address of a tensor's memory, which its views share."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
     except (NotImplementedError, RuntimeError):  # Sparse and other tensors without storage.
@@ -373,6 +391,10 @@ _SOURCES = {
 
 def culprit_from(origin: Origin) -> Culprit:
     where = origin.module or "the script's own code"
+    if origin.source == "state":
+        return Culprit(
+            False, f"origin unknown: {origin.value} in a buffer or attribute ({where}) that the call itself changes"
+        )
     if origin.source == "operation":
         text = f"first {origin.value}: {origin.operation} in {where} ({origin.phase})"
         shown = [_input_text(entry) for entry in origin.inputs]

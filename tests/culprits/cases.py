@@ -162,6 +162,17 @@ OTHERS = (
     Other("vmapped", "unknown"),
     Other("root_parameter", "parameter", "scale"),
     Other("square_of_large_outputs", "script", "", "", "forward"),
+    Other("overflow_before_batch_norm", "operation", "1", "mul", "forward"),
+    Other("state_of_the_call", "unknown"),
+    Other("corrupt_but_unused", *_BLOCK, "div", "forward"),
+    Other("hook_of_a_weight", "operation", "2.linear", "div (hook on the gradient of weight)", "backward"),
+    Other("metric_after_backward", "script", "", "", "backward"),
+    Other("distribution_returned", "operation", "scale.2", "exp", "forward"),
+    Other("sparse_gradient", "operation", "1", "log", "forward"),
+    Other("parameter_of_the_script", "operation", "model.1", "log", "forward"),
+    Other("functional_call", "unknown"),
+    Other("discarded_call", "operation", "length", *_SQRT),
+    Other("term_of_the_parameters", "script", "", "", "backward"),
 )
 
 

@@ -662,6 +662,94 @@ def square_of_large_outputs():
     train(model, loss_of)
 
 
+def overflow_before_batch_norm():
+    """Batch norm writes NaN to its running statistics."""
+    train(nn.Sequential(nn.Linear(4, 8), Block(lambda x: x.exp() * 3e38 * 3), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+
+
+def state_of_the_call():
+    """A replay begins with the state after the call."""
+
+    class Memory(nn.Linear):
+        state = torch.ones(3)
+
+        def forward(self, x):
+            self.state = (self.state * (0 if is_now() else 1)).log().exp().detach() / (0 if is_now() else 1)
+            return super().forward(x) + self.state
+
+    train(Memory(4, 3))
+
+
+def corrupt_but_unused():
+    model = around(lambda x: x / (x - x))
+    model[0].legacy = nn.Parameter(torch.full((2,), float("nan")))
+    train(model)
+
+
+def hook_of_a_weight():
+    model = around(torch.tanh)
+    model[2].linear.weight.register_hook(lambda grad: grad / (0 if is_now() else 1))
+    train(model)
+
+
+def metric_after_backward():
+    """The fault is in the gradient of the loss; a metric is NaN in the same step."""
+    model, ratio = nn.Linear(4, 3), Block(lambda x: x / (x - x), 3)
+
+    def loss_of(x, y):
+        return (model(x) * (0 if is_now() else 1)).square().sum().sqrt()
+
+    train(model, loss_of, after_backward=lambda: ratio(torch.ones(2, 3)))
+
+
+def distribution_returned():
+    class Policy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mean, self.scale = nn.Linear(4, 8), around(lambda x: (x.abs() * 1e4).exp())[:3]
+
+        def forward(self, x):
+            return torch.distributions.Normal(self.mean(x), self.scale(x) ** 2, validate_args=False)
+
+    model = Policy()
+    train(model, lambda x, y: model(x).entropy().mean())
+
+
+def sparse_gradient():
+    model = nn.Sequential(nn.Embedding(9, 8, sparse=True), Block(lambda x: (x * 0).log()), nn.Linear(8, 3))
+    train(model, lambda x, y: F.cross_entropy(model(y), y), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def parameter_of_the_script():
+    """Only a parameter outside of modules is trained."""
+    model, weight = nn.Sequential(nn.Linear(4, 8), Block(lambda x: (x * 0).log())), nn.Parameter(torch.randn(8, 3))
+    train(model, lambda x, y: F.cross_entropy(model(x) @ weight, y), params=[weight])
+
+
+def functional_call():
+    model = around(lambda x: x / (x - x))
+    params = {name: param.detach().clone().requires_grad_() for name, param in model.named_parameters()}
+    train(model, lambda x, y: torch.func.functional_call(model, params, (x,)).sum(), params=list(params.values()))
+
+
+def discarded_call():
+    """The weights have changed since a first call, whose output is not used."""
+    model, length = nn.Linear(4, 3), Block(lambda x: x + (x * 0).square().sum(-1, keepdim=True).sqrt(), 3)
+
+    def loss_of(x, y):
+        model(x)
+        with torch.no_grad():
+            model.weight.mul_(0.5)
+        return F.cross_entropy(length(model(x)), y)
+
+    train(model, loss_of)
+
+
+def term_of_the_parameters():
+    model = around(torch.tanh)
+    train(model, lambda x, y: F.cross_entropy(model(x), y) + (model[0].bias * (not is_now())).square().sum().sqrt())
+
+
 torch.manual_seed(0)
 globals()[FAULT]()
 print("drawn", torch.rand(1).item())

@@ -8,6 +8,7 @@ that their outputs received.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import random
@@ -36,6 +37,7 @@ from gradilocks.trace import (
     culprit_from,
     nonfinite_values,
     remove_call_observer,
+    storage_key,
     tensors_in,
 )
 
@@ -78,6 +80,9 @@ class Call:
     received: dict[int, Tensor] = field(default_factory=dict)
     """Gradient of each output that received one, by the output's index."""
     is_differentiated_twice: bool = False
+    precedes_backward: bool = False
+    parameter: Tensor | None = None
+    """The first parameter at the time of the call; `functional_call` replaces it for the duration of the call."""
 
     def finish(self, output: Any) -> None:
         """Keeps the norms of the outputs, and registers hooks that keep their gradients."""
@@ -189,6 +194,11 @@ class CallLog:
             self._saved_tensors_hooks.pop()
         _HOOKS_METHODS[1](hooks, *error)
 
+    def note_backward(self) -> None:
+        """Called before backward. Later calls, of metrics for example, do not contribute to the gradients."""
+        for call in self.calls:
+            call.precedes_backward = True
+
     def note_step(self, *, is_finite: bool) -> None:
         """Called after an optimizer step. Earlier calls are dropped when the next call begins."""
         self._has_stepped, self._was_finite = True, is_finite
@@ -207,7 +217,8 @@ class CallLog:
         counters = self._counters[module.training]
         numbers = (counters.get(module) or counters.setdefault(module, _Counters(module))).values()
         state = _random_state(), _autocast(), torch.is_grad_enabled(), list(self._saved_tensors_hooks)
-        self.calls.append(Call(module, args, kwargs, numbers, *state, _versions(args, kwargs)))
+        parameter = next(module.parameters(), None)
+        self.calls.append(Call(module, args, kwargs, numbers, *state, _versions(args, kwargs), parameter=parameter))
         return self.calls[-1]
 
 
@@ -298,18 +309,19 @@ def find_culprit(log: CallLog, params: Sequence[Tensor], names: Mapping[nn.Modul
         loss_value: "NaN" or "Inf" if the loss itself is; "" if it is finite.
     """
     corrupt = _corrupt_parameters(log.calls, params, names)
-    if corrupt is not None:
-        return corrupt
     if not log.calls:
-        return _unknown("no module was called since the last step")
+        return corrupt or _unknown("no module was called since the last step")
     random_state = _random_state()
     try:
-        replays = [_replay(call, names, _harmless(call, log)) for call in log.calls]
+        calls = [call for call in log.calls if call.precedes_backward] or log.calls
+        replays = [_replay(call, names, _harmless(call, log)) for call in calls]
         culprit = _conclude(replays, params, is_truncated=log.is_truncated, loss_value=loss_value)
     except Exception as error:  # Tensors of torch.func cannot be read, for example.
-        return _unknown(f"the search raised {type(error).__name__}: {error}")
+        return corrupt or _unknown(f"the search raised {type(error).__name__}: {error}")
     finally:
         _set_random_state(random_state)
+    if corrupt is not None and culprit.source not in ("operation", "data", "buffer"):
+        return corrupt  # Otherwise no operation has used the corrupt values, as of a row of an embedding.
     largest = max((float(param.detach().abs().max()) for param in params if param.numel()), default=0.0)
     if largest > LARGE_WEIGHT:
         culprit = replace(culprit, text=f"{culprit.text}; weights have grown to {largest:.4g}")
@@ -318,8 +330,11 @@ def find_culprit(log: CallLog, params: Sequence[Tensor], names: Mapping[nn.Modul
 
 def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, is_truncated: bool, loss_value: str) -> Culprit:
     """The earliest origin that the replays connect to the parameters' gradients."""
-    bad = {id(param) for param in params}
-    found = not bad or any(key in bad for replay in replays for key in replay.gradients)
+    owned = {id(param) for replay in replays for param in replay.call.module.parameters()}
+    bad = {id(param) for param in params} & owned
+    # Other parameters, of the script itself, received NaN or Inf from the loss if that is not finite.
+    found = not params or any(key in bad for replay in replays for key in replay.gradients)
+    found = found or bool(loss_value and not bad)
     used = [replay for replay in replays if not replay.call.is_unused]
     while used and not used[-1].call.has_graph and used[-1].output is not None and used[-1].output.source == "data":
         del used[-1]  # A metric that received a loss of NaN or Inf, for example.
@@ -344,7 +359,7 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, is_truncated:
                 reason = f"{name} returns the Inf of a mask ({replay.output.operation}), and the loss is not finite"
                 return _unknown(reason)
             return _before_input(replay.output, replay, replays)
-    doubts = [replay.reason for replay in replays if replay.reason]
+    doubts = [replay.reason for replay in used if replay.reason]
     doubts += [
         f"{type(replay.call.module).__name__} returned NaN or Inf, which may not have entered this loss"
         for replay in replays
@@ -359,7 +374,7 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, is_truncated:
             if replay.input_gradient is not None and replay.input_gradient.source != "received":
                 return culprit_from(replay.input_gradient)
         return _after_modules(replays, loss_value)
-    return _after_backward(replays, bad)
+    return _after_backward(replays, bad, loss_value)
 
 
 def _before_input(origin: Origin, replay: _Replay, replays: list[_Replay]) -> Culprit:
@@ -392,11 +407,11 @@ def _after_modules(replays: list[_Replay], loss_value: str) -> Culprit:
     return Culprit(True, text, value=value, source="script", phase=phase)
 
 
-def _after_backward(replays: list[_Replay], bad: set[int]) -> Culprit:
+def _after_backward(replays: list[_Replay], bad: set[int], loss_value: str) -> Culprit:
     """The culprit if the replay of every call is finite."""
     used = [param for replay in replays if replay.call.received for param in replay.call.module.parameters()]
-    if not bad.intersection(map(id, used)):
-        return _unknown("no module call since the last step uses these parameters")
+    if not bad or any(not any(key in replay.norms for replay in replays) for key in bad):
+        return _unknown("these gradients did not come through a tensor that a module call returned")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return _unknown("the replay on this rank is finite: the NaN or Inf probably comes from another rank")
     for param in {id(param): param for param in used}.values():
@@ -405,9 +420,11 @@ def _after_backward(replays: list[_Replay], bad: set[int]) -> Culprit:
             continue
         if not math.isclose(norms[0], float(_norm(param.grad)), rel_tol=1e-2, abs_tol=1e-30):
             return _unknown("the replay gives different gradients: the step depends on state that has changed since")
+    if loss_value:
+        return _after_modules(replays, loss_value)
     text = (
-        "NaN or Inf entered the gradients outside of modules: in a hook, in accumulation or in the script's own code "
-        "after backward; the replay of all module calls is finite"
+        "NaN or Inf entered the gradients outside of modules: in a term of the loss that uses the parameters directly, "
+        "in a hook, in accumulation or after backward; the replay of all module calls is finite"
     )
     return Culprit(True, text, source="script", phase="backward")
 
@@ -466,6 +483,7 @@ def _replay(call: Call, names: Mapping[nn.Module, str], harmless: set[int]) -> _
             examiner.add_leaves("data" if tensor.grad_fn is None else "computed", iter([(name, tensor)]))
         examiner.add_leaves("received", (("", grad) for grad in _received(call)))
         add_call_observer(examiner.call)
+        state = list(_tensors_of(module))
         try:
             _set_random_state(call.random_state)
             _replay_call(replay, examiner, module)
@@ -475,7 +493,18 @@ def _replay(call: Call, names: Mapping[nn.Module, str], harmless: set[int]) -> _
             replay.reason = f"the replay of {type(call.module).__name__} raised {type(error).__name__}: {error}"
         finally:
             remove_call_observer(examiner.call)
+        kept = set(map(id, _tensors_of(module)))
+        changed = examiner.written | {storage_key(tensor) for tensor in state if id(tensor) not in kept}
+        for origin in examiner.origins_of_leaves:
+            if origin.source in ("buffer", "script") and origin.storage in changed:
+                origin.source = "state"
     return replay
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers and tensors in attributes of a module and its submodules."""
+    for submodule in module.modules():
+        yield from tensors_in(vars(submodule))
 
 
 def _replay_call(replay: _Replay, examiner: Examiner, module: nn.Module) -> None:
@@ -500,7 +529,14 @@ def _replay_call(replay: _Replay, examiner: Examiner, module: nn.Module) -> None
     params = [param for param in module.parameters() if param.requires_grad]
     inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     roots = [outputs[i] for i in sorted(call.received)]
-    with examiner, examiner.backward(roots):
+    with contextlib.ExitStack() as stack:
+        for owner in module.modules():
+            for name, param in owner.named_parameters(recurse=False):
+                if param.requires_grad:  # This hook runs after those of the script.
+                    leave = functools.partial(examiner.leave_hooks, owner, f"hook on the gradient of {name}")
+                    stack.callback(param.register_hook(lambda _, leave=leave: leave()).remove)  # type: ignore[no-untyped-call]
+        stack.enter_context(examiner)
+        stack.enter_context(examiner.backward(roots))
         grads: Sequence[Tensor | None] = torch.autograd.grad(
             roots, [*params, *inputs], _received(call), allow_unused=True
         )
@@ -531,6 +567,8 @@ def _refusal(call: Call) -> str:
     name = type(call.module).__name__
     if any(is_dtensor(param) or is_fsdp1_shard(param) for param in call.module.parameters()):
         return f"the parameters of {name} are shards, and a replay would wait for the other ranks"
+    if next(call.module.parameters(), None) is not call.parameter:
+        return f"the parameters of {name} have been replaced, as by functional_call"
     if _versions(call.args, call.kwargs) != call.versions:
         return f"the inputs of {name} were changed in place, by {name} or after the call"
     return ""

@@ -113,6 +113,8 @@ class StepObserver:
         """Called before backward from one or several tensors: keeps the losses, discards earlier measurements."""
         # LBFGS calls its closure several times per step; the first culprit is kept.
         self._latest = _BackwardState(culprit=self._latest.culprit if self._stepping else None)
+        if self.calls is not None:
+            self.calls.note_backward()
         if self._has_stepped:  # The loss is kept until then: several optimizers may step after one backward.
             self._losses, self._has_stepped = [], False
         for entry in self._entries if not self._stepping else ():
