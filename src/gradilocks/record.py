@@ -333,7 +333,10 @@ class WeightSample:
 
     @torch.no_grad()
     def updates(self) -> Tensor:
-        """1-d: norm of each parameter's change divided by the norm of the parameter; NaN without an earlier `take`."""
+        """1-d: norm of each parameter's change divided by the norm of the parameter.
+
+        NaN without an earlier `take`, and for a sparse gradient: its step changes few of the elements.
+        """
         if self._before is None:
             return torch.full((len(self._params),), math.nan)
         before, after = self._before.double(), self._sample().double()
@@ -343,7 +346,10 @@ class WeightSample:
             counts = torch.tensor([min(size, self._COUNT) for size in self.sizes])
             self._segments = torch.repeat_interleave(torch.arange(len(counts)), counts).to(squares.device)
         sums = squares.new_zeros(2, len(self._params)).index_add_(1, self._segments, squares)
-        return (sums[0] / sums[1]).sqrt()
+        updates = (sums[0] / sums[1]).sqrt()
+        if sparse := [i for i, param in enumerate(self._params) if param.grad is not None and param.grad.is_sparse]:
+            updates[sparse] = math.nan
+        return updates
 
     @torch.no_grad()
     def _sample(self) -> Tensor:

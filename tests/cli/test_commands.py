@@ -86,7 +86,7 @@ def test_the_version_is_printed(capsys):
         (["report", "runs/a.jsonl", "-o", "runs/b.jsonl"], 2, "runs/b.jsonl does not end with .html."),
         (["report", "runs/a.jsonl", "-o", "text.txt/page.html"], 1, "text.txt: File exists"),
         (["watch", "--once", "missing.jsonl"], 1, "missing.jsonl: No such file or directory"),
-        (["ls", "missing"], 1, "missing: no such folder"),
+        (["ls", "missing"], 1, "missing is not a folder"),
         (["run"], 2, "Missing argument 'SCRIPT"),
         (["run", "missing.py"], 1, "script 'missing.py' does not exist."),
         (["explain", "many"], 2, "Invalid value for 'NUMBER'"),

@@ -133,6 +133,15 @@ def test_updates_are_the_relative_change_of_the_weights(tmp_path):
     assert third["updates"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_sparse_gradient_has_no_update():
+    """A step changes few rows of a large table, mostly none of the 256 sampled elements."""
+    table = torch.nn.Embedding(100_000, 4, sparse=True)
+    table(torch.tensor([7])).sum().backward()
+    sample = WeightSample([table.weight])
+    sample.take()
+    assert sample.updates().isnan().all()
+
+
 def test_a_sample_of_large_weights_estimates_their_change():
     weight = torch.randn(64, 128)
     sample = WeightSample([weight, torch.ones(3), torch.empty(0)])

@@ -761,6 +761,16 @@ def word_vectors() -> None:
 
 
 @healthy
+def rare_words_whose_loss_hardly_falls() -> None:
+    """ "Gradients are mostly zero: units may be dead" was an alarm."""
+    table, head = nn.Embedding(5000, 8), nn.Linear(8, 2)
+    optimizer = torch.optim.Adam([*table.parameters(), *head.parameters()], lr=1e-3)
+    for _ in range(120):
+        word = torch.randint(5000, (32,))
+        update(optimizer, F.cross_entropy(head(table(word)), word % 2))
+
+
+@healthy
 def a_critic_whose_gradients_grow_smoothly() -> None:
     """ "Gradients add up from step to step" was an alarm."""
     generator, critic = mlp(4, 16, 2), mlp(2, 128, 128, 1, activation=lambda: nn.LeakyReLU(0.2))

@@ -93,7 +93,7 @@ def test_findings_name_the_optimizer_if_there_are_several() -> None:
     run = made.run_of(*steps, made.optimizer(1, "SGD"))
     assert verdict(run).text == "Problem: optimizer 1 (SGD): Weights contain NaN or Inf since step 10 (or earlier)."
     assert verdict(made.run_of(*made.steps(20), *made.steps(7, number=1))).text == (
-        "No problem found in 20 steps of 2 optimizers."
+        "No problem found in 2 optimizers, 27 steps in total."
     )
 
 
@@ -210,6 +210,13 @@ def test_skipped_steps_matter_once_the_scale_has_settled(steps: Any, severity: s
     finding = found(made.made_run(always=scaled, plant=dict.fromkeys(steps, made.SKIPPED)))["skipped_steps"]
     assert finding.severity == severity
     assert finding.numbers["skipped"] == len(list(steps))
+
+
+def test_skips_of_a_scale_that_grows_every_20_steps_are_no_alarm() -> None:
+    def oscillating(step: int) -> dict[str, Any]:
+        return {"scale": 65536.0} | (made.SKIPPED | {"scale": 131072.0} if step % 21 == 0 else {})
+
+    assert found(made.made_run(always=oscillating))["skipped_steps"].severity == "note"
 
 
 def test_a_skip_without_a_scale_is_no_matter_of_the_scale() -> None:
@@ -393,7 +400,7 @@ def test_norms_that_vary_by_orders_have_no_spikes() -> None:
 
 def test_parameters_without_gradients_are_named() -> None:
     run = made.made_run(always=lambda step: {"norms": [0.5, None], "zeros": [0.0, None], "updates": [1e-3, 0.0]})
-    assert found(run)["unused_parameters"].text == "b.weight: frozen, or not used in the loss."
+    assert found(run)["unused_parameters"].text == "b.weight: frozen, or not used in the loss of these steps."
 
 
 def test_no_gradient_at_all_is_a_problem_of_one_optimizer_and_a_warning_of_several() -> None:
@@ -406,6 +413,12 @@ def test_no_gradient_at_all_is_a_problem_of_one_optimizer_and_a_warning_of_sever
 def test_a_norm_of_zero_in_parameters_without_gradients_is_no_gradient() -> None:
     run = made.made_run(20, always=lambda step: {"norm": 0.0, "norms": [0.0, 0.0], "zeros": [0.0, 0.0]})
     assert verdict(run).text == "Problem: No parameter had a gradient in 20 steps."
+
+
+def test_updates_of_sparse_gradients_are_no_evidence() -> None:
+    """They are estimated from 256 elements: an embedding of a million rows was "No step changes the weights"."""
+    run = made.made_run(always=lambda step: {"norms": [0.3, 0.3], "zeros": [0.999] * 2, "updates": [0.0] * 2})
+    assert verdict(run).severity == "ok"
 
 
 def test_a_learning_rate_of_zero_is_named() -> None:

@@ -74,9 +74,9 @@ def test_constant_curves_have_no_panel() -> None:
         "Loss scale",
         "Learning rate",
         "Zero gradient elements (mean)",
-        "Gradient norm per tensor (log10; yellow: large)",
-        "Update / weight per tensor (log10; yellow: large)",
-        "Zero elements per tensor (share; yellow: large)",
+        "Gradient norm per tensor, log10",
+        "Update / weight per tensor, log10",
+        "Share of zeros per tensor",
     ]
 
 
@@ -131,6 +131,10 @@ def test_several_runs_are_compared_in_one_page(tmp_path: Path) -> None:
     assert rows["steps"] == ["300", "300"]
     assert rows["loss differs from the first run"] == ["–", "from step 40 on"]
     assert "config data.batch" not in rows, "the same in both"
+    assert "main numbers of" not in rows
+    made.write(two, [made.header(), *made.steps(30), *made.steps(40, number=1)])
+    rows = report.comparison(report.read_reports([one, two]))
+    assert rows["main numbers of"] == ["AdamW", "optimizer 1 (optimizer)"]
 
 
 def test_the_settings_of_runs_do_not_hide_their_numbers(tmp_path: Path) -> None:

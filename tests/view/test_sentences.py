@@ -136,7 +136,8 @@ def check_words(finding: Finding, records: list[dict[str, Any]]) -> None:
     numbers, words = finding.numbers, f"{finding.title} {finding.text}"
     losses = [number_of(r.get("loss")) for r in records if r.get("loss") is not None]
     if "diverged" in finding.title or "did not recover" in finding.title:
-        assert numbers["highest_loss"] >= 10 * abs(numbers["first_loss"])
+        factor = 10 if finding.severity == "problem" else 3
+        assert numbers["highest_loss"] >= factor * abs(numbers["first_loss"])
         assert number_of(records[int(numbers["step"]) - 1]["loss"]) > numbers["first_loss"]
     if "did not recover" in finding.title:
         assert numbers["final_loss"] > numbers["first_loss"]

@@ -199,7 +199,7 @@ def test_a_damaged_time_does_not_hide_the_other_runs(tmp_path: Path) -> None:
 
 def test_ls_of_an_empty_or_missing_folder(tmp_path: Path) -> None:
     assert printed(ls.to_text(ls.list_runs(tmp_path))).strip() == "The folder contains no run files."
-    with pytest.raises(runfile.BadRunFile, match="no such folder"):
+    with pytest.raises(runfile.BadRunFile, match="is not a folder"):
         ls.list_runs(tmp_path / "missing")
 
 

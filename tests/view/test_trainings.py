@@ -35,6 +35,7 @@ SICK = {
         "warning",
         "learning rate (5)",
     ),
+    "GPT with 0.5": (sick.gpt(clears=True, limit=1.0, lr=0.5, steps=120), "diverged", "warning", "(0.5) to a tenth"),
     "one bad batch": (
         classifier(sgd(0.05, 0.9), steps=100, noise=4.0, change_input=sick.large_input_in(61, 1e6)),
         "diverged",

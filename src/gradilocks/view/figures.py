@@ -65,9 +65,9 @@ def figure(runs: Sequence[Run], names: Sequence[str]) -> go.Figure | None:
     if len(runs) == 1 and len(curves) == 1:
         steps = curves[0].steps
         panels += [
-            _heat_panel(steps, "Gradient norm per tensor (log10; yellow: large)", _log10(steps.norms)),
-            _heat_panel(steps, "Update / weight per tensor (log10; yellow: large)", _log10(steps.updates)),
-            _heat_panel(steps, "Zero elements per tensor (share; yellow: large)", steps.zeros),
+            _heat_panel(steps, "Gradient norm per tensor, log10", _log10(steps.norms)),
+            _heat_panel(steps, "Update / weight per tensor, log10", _log10(steps.updates)),
+            _heat_panel(steps, "Share of zeros per tensor", steps.zeros),
         ]
     drawn = [panel for panel in panels if panel is not None]
     return _stack(drawn, has_legend=len(curves) > 1) if drawn else None
@@ -273,7 +273,7 @@ def _heat_panel(steps: Columns, caption: str, values: Floats) -> Panel | None:
     if len(rows) > MAX_ROWS:
         largest = np.argsort(-np.nanmax(values[:, rows], axis=0), kind="stable")[:MAX_ROWS]
         rows = np.sort(rows[largest])
-        caption += f" ({MAX_ROWS} largest)"
+        caption += f", {MAX_ROWS} largest"
     stride = -(-len(values) // 500)
     names = [html.escape(clean(steps.names[i])) for i in rows]
     short = [html.escape(shorten(clean(name), 18)) for name in _without_common_prefix([steps.names[i] for i in rows])]

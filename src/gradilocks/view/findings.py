@@ -166,9 +166,9 @@ def verdict(run: Run, findings: list[Finding] | None = None) -> Verdict:
         where = f"; {min(explained, key=lambda finding: finding.step or 0).culprit}" if is_explained else ""
         return Verdict(f"{worst.severity.capitalize()}: {worst.title.rstrip('.')}{where}.", worst.severity)
     cases = [Case(run, steps, summarize(run, steps), is_one_of_several=False) for steps in columns(run)]
-    steps = count(max(case.summary.steps for case in cases), "step")
+    steps = count(sum(case.summary.steps for case in cases), "step")
     if len(cases) > 1:
-        return Verdict(f"No problem found in {steps} of {len(cases)} optimizers.", "ok")
+        return Verdict(f"No problem found in {len(cases)} optimizers, {steps} in total.", "ok")
     first, final = cases[0].summary.first_loss, cases[0].summary.final_loss
     if math.isnan(first):
         return Verdict(f"No problem found in {steps}.", "ok")
@@ -181,7 +181,7 @@ def verdict(run: Run, findings: list[Finding] | None = None) -> Verdict:
 
 
 def diverged(case: Case) -> Finding | None:
-    """The loss rose a hundredfold together with the gradient norm or the updates, or tenfold without recovering.
+    """The loss rose a hundredfold together with the gradient norm or the updates, or threefold without recovering.
 
     In healthy runs with moving targets (reinforcement learning) the loss may rise a hundredfold, but the norm only
     tenfold. When a task becomes harder both may rise, but not the updates.
@@ -206,9 +206,9 @@ def diverged(case: Case) -> Finding | None:
     )
     # With normalization layers nothing overflows when the weights are replaced, but nothing is learned.
     stays_high = is_replaced and not case.is_one_of_several and 0 < first < min(final, late_mean)
-    if not is_problem and not (stays_high and losses.max() >= 10 * first):
+    if not is_problem and not (stays_high and losses.max() >= 3 * first):
         return None
-    row = int(rows[_rise(losses, 10 * usual)])
+    row = int(rows[_rise(losses, (10 if is_problem else 1.5) * usual)])
     cause, numbers = _cause_of_rise(case, row)
     return _finding(
         "problem" if is_problem else "warning",
@@ -231,11 +231,11 @@ def diverged(case: Case) -> Finding | None:
 
 
 def _rise(losses: Floats, bound: float) -> int:
-    """Index of the first loss above a bound after which most losses are above it."""
+    """Index of the first loss above a bound after which most losses are above it; if there is none, of the first."""
     above = losses > bound
     share = np.cumsum(above[::-1])[::-1] / np.arange(len(above), 0, -1)
     candidates = np.flatnonzero(above & (share > 0.5))
-    return int(candidates[0]) if len(candidates) else int(np.argmax(losses))
+    return int(candidates[0]) if len(candidates) else int(np.argmax(above))
 
 
 def _cause_of_rise(case: Case, row: int) -> tuple[str, dict[str, float]]:
@@ -268,6 +268,11 @@ def _largest_update(steps: Columns) -> float:
     """The largest update of a step, as the median over its weights; Inf if none is recorded."""
     medians = [median(row) for row in steps.updates[1:, _weights(steps)]]
     return max((value for value in medians if not math.isnan(value)), default=math.inf)
+
+
+def _dense_updates(steps: Columns) -> Floats:
+    """The updates; NaN where most of the gradient is zero: they are estimated from 256 elements of each tensor."""
+    return np.where(steps.zeros > 0.9, np.nan, steps.updates)
 
 
 def _weights(steps: Columns) -> Rows:
@@ -343,6 +348,8 @@ def skipped_steps(case: Case) -> Finding | None:
         return None
     late = int((rows >= SCALE_SEARCH_STEPS).sum())
     late_share = late / max(1, len(steps) - SCALE_SEARCH_STEPS) if late >= 3 else 0.0
+    # A short growth_interval causes many skips, but each of them after the scale has grown.
+    has_grown = bool((steps.scale[rows[1:]] > steps.scale[rows[:-1] + 1]).mean() > 0.5) if late >= 3 else False
     longest = max(len(part) for part in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1))
     scale = steps.scale[rows[-1]]
     # The scale is applied after the forward pass, so it cannot cause NaN or Inf there.
@@ -353,7 +360,7 @@ def skipped_steps(case: Case) -> Finding | None:
     advice = "A dynamic scale skips a step now and then."
     if is_stuck or late_share >= 0.1:
         severity = "problem"
-    elif late_share >= 0.01 or not has_scale or is_all:
+    elif (late_share >= 0.01 and not has_grown) or not has_scale or is_all:
         severity = "warning"
     if not has_scale:
         advice = "Check the inputs, and divisions, logarithms and square roots."
@@ -463,7 +470,7 @@ def unchanged_weights(case: Case) -> Finding | None:
     steps, rows = case.steps, case.steps.detail
     moves = (np.nan_to_num(steps.updates) != 0).any(axis=1)
     has_gradient = steps.applied & (steps.norm > 0) & ~_is_solved(case)
-    measured = has_gradient[rows] & ~np.isnan(steps.updates).all(axis=1)
+    measured = has_gradient[rows] & ~np.isnan(_dense_updates(steps)).all(axis=1)
     if measured.sum() >= 3 and not moves[measured].any():
         is_zero = bool((steps.lr == 0).any() and not (steps.lr != 0)[~np.isnan(steps.lr)].any())
         return _finding(
@@ -563,7 +570,7 @@ def not_learning(case: Case) -> Finding | None:
     # A loss that fell in the first step only, and converged, is learning.
     has_jumped = abs(losses[0] - np.median(losses)) > 10 * np.median(np.abs(losses - np.median(losses)))
     # Weights with zero gradients do not change at any learning rate.
-    updates = np.where(steps.norms > 0, steps.updates, np.nan)[:, _weights(steps)]
+    updates = np.where(steps.norms > 0, _dense_updates(steps), np.nan)[:, _weights(steps)]
     update = median(updates) if len(updates) >= 3 else math.nan
     is_unclear = noise > 0.3 * level or moved + 3 * error > 0.1 * level
     is_constant = not (moved > 2 * error or is_wavy or is_unclear)
@@ -615,8 +622,8 @@ def _is_warming_up(steps: Columns) -> bool:
 def zero_gradients(case: Case) -> Finding | None:
     """Most gradient elements of some tensors are exactly zero: dead units, or underflow.
 
-    This is normal for embeddings, experts and sparse models, so it is a warning only if half of the tensors are
-    affected and the loss did not fall.
+    This is normal for embeddings, experts and sparse models, so it is a warning only if all tensors are affected and
+    the loss did not fall.
     """
     steps = case.steps
     rows = steps.norm[steps.detail] > 0
@@ -629,16 +636,17 @@ def zero_gradients(case: Case) -> Finding | None:
     if not names:
         return None
     worst = max(names, key=lambda i: typical[i])
-    is_alarm = 2 * len(names) >= len(weights) and len(steps.finite_loss) >= 10 and not case.has_improved
+    is_alarm = len(names) == len(weights) and len(steps.finite_loss) >= 10 and not case.has_improved
     return _finding(
         "warning" if is_alarm else "note",
         "The gradients of {tensors} of {weights:weight tensor} are mostly zero",
-        "{names}: in a typical step {zero_share} of the elements of {worst} are zero. "
+        "{names}: in a typical sampled step {zero_share} of the elements of {worst} are zero. "
         + (
             "In float16 small gradients are rounded to zero: use loss scaling, or a larger scale. Otherwise units may "
             "be dead, often from a learning rate that is too high."
             if is_alarm
-            else "This is normal for embeddings, experts and other sparsely used parameters; other units may be dead."
+            else "This is normal for embeddings, experts and other sparsely used parameters. Otherwise units may be "
+            "dead, or gradients too small for float16."
         ),
         values={
             "tensors": len(names),
@@ -662,7 +670,7 @@ def spikes(case: Case) -> Finding | None:
     return _finding(
         "note",
         "{spikes:spike} in the gradient norm",
-        "The largest was {norm} in step {step}, {ratio} times the median before it{tensor}. "
+        "Most pronounced in step {step}: {norm}, {ratio} times the median before it{tensor}. "
         "Clipped or skipped: {guarded} of {spikes}.",
         values={
             "spikes": len(ratios),
@@ -726,16 +734,15 @@ def rejected_steps(case: Case) -> Finding | None:
 
 
 def unused_parameters(case: Case) -> Finding | None:
-    """Some parameters of the optimizer never had a gradient."""
+    """Some parameters of the optimizer had no gradient in the steps with per-tensor numbers."""
     steps = case.steps
     unused = [steps.names[i] for i in np.flatnonzero(np.isnan(steps.norms).all(axis=0))]
     if len(steps.detail) < 3 or not 0 < len(unused) < len(steps.names):
         return None
-    text = "{names}: frozen, or not used in the loss."
-    title = "{parameters:parameter} never had a gradient"
-    return _finding(
-        "note", title, text, values={"parameters": len(unused), "names": some_of(unused)}, culprit=unused[0]
-    )
+    text = "{names}: frozen, or not used in the loss of these steps."
+    title = "{parameters:parameter} had no gradient in {sampled:sampled step}"
+    values = {"parameters": len(unused), "sampled": len(steps.detail), "names": some_of(unused)}
+    return _finding("note", title, text, values=values, culprit=unused[0])
 
 
 Rule = Callable[[Case], Finding | None]

@@ -56,7 +56,7 @@ def list_runs(folder: Path | str) -> list[Entry]:
         BadRunFile: the folder does not exist.
     """
     if not Path(folder).is_dir():
-        raise BadRunFile(f"{folder}: no such folder")
+        raise BadRunFile(f"{folder} is not a folder")
     entries = [
         entry
         for entry in map(_entry, sorted(Path(folder).glob("*.jsonl")))

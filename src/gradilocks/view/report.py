@@ -132,6 +132,8 @@ def comparison(reports: Sequence[Report]) -> dict[str, list[str]]:
     rows: dict[str, list[str]] = {}
     mains = [max(report.optimizers, key=len, default=None) for report in reports]
     numbers = [{} if steps is None else report.facts(steps) for report, steps in zip(reports, mains, strict=True)]
+    if any(len(report.optimizers) > 1 for report in reports):
+        rows["main numbers of"] = ["–" if steps is None else steps.label for steps in mains]
     for name in DEFINITIONS:
         rows[name] = [values.get(name, "–") for values in numbers]
     for name in dict.fromkeys(name for report in reports for name in report.settings):
