@@ -207,7 +207,7 @@ class FusedStep:
     def run_at(self, addresses: array[int], divisor: Tensor | float | None, skip: Tensor | None = None) -> None:
         """`run` with the result of `reader.read_gradients`. A float as divisor needs parameters on a CPU."""
         tables = self._tables
-        if self.device.type == "cuda" and is_capturing(self.device):
+        if is_capturing(self.device):
             tables = self._make_tables()  # Eager steps must not overwrite the tables that the user's graph reads.
         elif tables is None:
             tables = self._tables = self._make_tables()
