@@ -13,7 +13,7 @@ import math
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from gradilocks.errors import GradilocksError, NoGradients
 from gradilocks.formats import FORMATS, Format
 from gradilocks.torch_private import is_fsdp1_shard, version_of
 from gradilocks.trace import tensors_in
-from gradilocks.view.text import clean, count, number, percent, scale_text, some_of
+from gradilocks.view.text import align, clean, count, number, percent, scale_text, some_of
 
 __all__ = ["Audit", "FormatResult", "Histogram", "ModuleGradients", "audit"]
 
@@ -189,7 +189,7 @@ class Audit:
                 )
             )
         title = "Audit of 1 batch" if self.batches == 1 else f"Audit of {self.batches:,} batches"
-        return "\n\n".join([title, self.conclusion(), _table(formats), _table(modules)])
+        return "\n\n".join([title, self.conclusion(), align(formats), align(modules)])
 
     __str__ = to_text
 
@@ -449,9 +449,3 @@ def _failure(module: ModuleGradients, format: Format, scale: float) -> str:
     if lost > MAX_LOST_PARAMETERS:
         return f"{percent(lost)} of its non-zero parameter gradients underflow at a scale of {scale_text(scale)}"
     return ""
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns of text, aligned."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

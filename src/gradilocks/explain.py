@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gradilocks.checks import check_number
 from gradilocks.formats import FORMATS, Format
+from gradilocks.view.text import align
 
 __all__ = ["StoredNumber", "explain", "to_text"]
 
@@ -100,10 +101,5 @@ def to_text(rows: list[StoredNumber]) -> str:
         title = f"{value:g}" if scale == 1.0 else f"{value:g} × {scale:g} = {value * scale:.4g}"
         cells = [("format", "sign exponent mantissa", "stored", "recovered", "result")]
         cells += [(r.format.name, r.bits, f"{r.stored:.6g}", f"{r.recovered:.6g}", r.describe()) for r in chosen]
-        widths = [max(len(row[column]) for row in cells) for column in range(4)]
-        lines = [
-            "  ".join(text.ljust(width) for text, width in zip(row, [*widths, 0], strict=True)).rstrip()
-            for row in cells
-        ]
-        tables.append("\n".join([title, *(f"  {line}" for line in lines)]))
+        tables.append("\n  ".join([title, *align(cells).splitlines()]))
     return "\n\n".join(tables)

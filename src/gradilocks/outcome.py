@@ -161,7 +161,7 @@ class Outcome:
                     self._counts.setdefault(name, NonFiniteCount(0, 0))
         return self._counts
 
-    def describe(self, *, limit: int = 3) -> str:
+    def describe(self) -> str:
         """Returns the reason for a skip as text: `Inf in head.weight, NaN in body.bias (+2 more)`."""
         if not self.skipped:
             return "finite gradients"
@@ -176,8 +176,8 @@ class Outcome:
             return "NaN or Inf found by unscale_() and removed from the gradients since"
         if not parts:
             return "finite gradients that overflow when they are unscaled"
-        more = f" (+{len(parts) - limit} more)" if len(parts) > limit else ""
-        return ", ".join(parts[:limit]) + more
+        more = f" (+{len(parts) - 3} more)" if len(parts) > 3 else ""
+        return ", ".join(parts[:3]) + more
 
     def __repr__(self) -> str:
         return (

@@ -29,7 +29,7 @@ TOLERANCE = {torch.float32: 3e-5, torch.complex64: 3e-5, torch.float64: 1e-12, t
 
 @pytest.fixture(autouse=True, params=["extension", "plain torch"], scope="module")
 def _backend(request):
-    gradilocks.kernels.has_kernels("cpu")
+    gradilocks.kernels.backend_for("cpu")
     before = gradilocks.kernels.BACKENDS["cpu"]
     if request.param == "plain torch":
         gradilocks.kernels.BACKENDS["cpu"] = None

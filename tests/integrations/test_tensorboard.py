@@ -32,9 +32,9 @@ def model():
 def write(tmp_path):
     """Subscribes the callback to a control, runs a function, and returns the scalars: {tag: [(step, value)]}."""
 
-    def run(control, function):
+    def run(control, function, **options):
         writer = SummaryWriter(tmp_path)
-        callback = TensorBoardCallback(writer)
+        callback = TensorBoardCallback(writer, **options)
         control.subscribe(callback)
         function()
         callback.flush()
@@ -78,8 +78,8 @@ def test_a_step_without_a_limit_or_a_loss_has_no_such_scalar_and_a_learning_rate
 def test_steps_of_single_optimizers_have_their_own_names(model, write):
     control = GradientControl(*(torch.optim.SGD([param], lr=0.1) for param in model.parameters()), model=model)
     control.backward(model(torch.ones(2, 4)).square().mean())
-    found = write(control, lambda: [control.step(only=optimizer) for optimizer in control.optimizers])
-    assert len(found["optimizer0/norm"]) == len(found["optimizer1/norm"]) == 1
+    found = write(control, lambda: [control.step(only=opt) for opt in control.optimizers], prefix="critic/")
+    assert len(found["critic/optimizer0/norm"]) == len(found["critic/optimizer1/norm"]) == 1
 
 
 def test_numbers_that_have_not_arrived_are_written_later(model, write, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 
 import pytest
 import torch
@@ -37,12 +38,11 @@ class Parameters:
         # An empty tensor has no address; any other number than 0 says that there is a gradient.
         table = [*([t.data_ptr() or 16 for t in row] for row in rows), [0] * len(self.params)]
         n = len(self.params)
-        sizes = torch.tensor([param.numel() for param in self.params])
-        groups = torch.zeros(n, dtype=torch.int32)
-        numbers = torch.tensor([[*settings, *[0.0] * (8 - len(settings))]], dtype=torch.float64)
         if len(settings) == len(SGD):
             table[2] = table[4] = [0] * n
-        cpu.step(torch.tensor(table), sizes, groups, numbers, 1.0)
+        sizes = array("q", [param.numel() for param in self.params])
+        numbers = array("d", [*settings, *[0.0] * (8 - len(settings))])
+        cpu.step(array("q", itertools.chain(*table)), sizes, array("i", [0] * n), numbers, 1.0)
 
 
 def stepped(cpu, settings, **options):

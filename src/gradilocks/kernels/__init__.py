@@ -31,7 +31,6 @@ __all__ = [
     "backend_for",
     "clamp_",
     "describe",
-    "has_kernels",
     "has_recorded_step",
     "measure",
     "multiply_",
@@ -63,11 +62,6 @@ def backend_for(device_type: str) -> Backend:
     if device_type not in BACKENDS:
         BACKENDS[device_type] = _load(device_type)
     return BACKENDS[device_type] or reference
-
-
-def has_kernels(device_type: str) -> bool:
-    """True if `device_type` has a backend other than plain torch."""
-    return backend_for(device_type) is not reference
 
 
 def has_recorded_step(device_type: str) -> bool:

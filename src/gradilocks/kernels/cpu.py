@@ -134,20 +134,20 @@ def unscale_(tensors: Sequence[Tensor], inverse_scale: Tensor) -> Tensor:
     return nonfinite
 
 
-def step(table: Tensor, sizes: Tensor, groups: Tensor, settings: Tensor, divisor: float) -> None:
+def step(table: array[int], sizes: array[int], groups: array[int], settings: array[float], divisor: float) -> None:
     """Steps Adam, AdamW and SGD in place: parameters, moments and step counts.
 
     Args:
-        table: int64 [6, n], contiguous: addresses of gradient, parameter, step count, exp_avg or momentum buffer, and
+        table: int64 [6 * n], row by row: addresses of gradient, parameter, step count, exp_avg or momentum buffer, and
             exp_avg_sq; the last row is not used. 0 is absent; a parameter without gradient is left unchanged. One with
             a step count takes Adam, one without SGD. A momentum buffer starts as zeros.
         sizes: int64 [n]: numbers of elements. All tensors of a column are dense with the same strides.
         groups: int32 [n]: row of `settings` for each parameter.
-        settings: float64 [g, 8], see `pointer_table.SETTINGS`.
+        settings: float64 [g * 8], see `pointer_table.SETTINGS`.
         divisor: divides the gradients.
     """
-    pointers = [tensor.data_ptr() for tensor in (sizes, groups, settings)]
-    if _library.gl_update(table.data_ptr(), len(sizes), *pointers, divisor, torch.get_num_threads()):
+    pointers = [numbers.buffer_info()[0] for numbers in (sizes, groups, settings)]
+    if _library.gl_update(table.buffer_info()[0], len(sizes), *pointers, divisor, torch.get_num_threads()):
         raise MemoryError("gl_update could not allocate its buffer")
 
 

@@ -19,7 +19,6 @@ from gradilocks.kernels.pointer_table import (
     MEASURE_CHUNK,
     MULTIPLY_CHUNK,
     Chunks,
-    addresses_of,
     chunks_for,
     is_capturing,
     on_device,
@@ -120,7 +119,7 @@ def _unsupported(tensors: Sequence[Tensor]) -> list[int]:
 def _tables(tensors: Sequence[Tensor], size: int, excluded: Sequence[int]) -> tuple[Tensor, Chunks]:
     """Addresses and chunks of the tensors in device memory."""
     device = tensors[0].device
-    addresses = addresses_of(tensors)
+    addresses = list(map(Tensor.data_ptr, tensors))
     sizes = list(map(Tensor.numel, tensors))
     kinds: list[torch.dtype | None] = [tensor.dtype for tensor in tensors]
     for i in excluded:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradilocks.kernels import backend_for, reference
 from gradilocks.kernels.addresses import AddressReader
-from gradilocks.kernels.pointer_table import CHECKS_PER_STEP, SETTINGS, OptimizerKind, is_capturing
+from gradilocks.kernels.pointer_table import CHECKS_PER_STEP, OptimizerKind, is_capturing
 from gradilocks.ranks.layout import local
 from gradilocks.step.gradients import parameters
 from gradilocks.torch_private import version_of
@@ -207,7 +207,7 @@ class FusedStep:
     def run_at(self, addresses: array[int], divisor: Tensor | float | None, skip: Tensor | None = None) -> None:
         """`run` with the result of `reader.read_gradients`. A float as divisor needs parameters on a CPU."""
         tables = self._tables
-        if self.device.type == "cuda" and is_capturing(self.device):
+        if is_capturing(self.device):
             tables = self._make_tables()  # Eager steps must not overwrite the tables that the user's graph reads.
         elif tables is None:
             tables = self._tables = self._make_tables()
@@ -227,16 +227,11 @@ class _CpuTables:
     def __init__(self, fused: FusedStep) -> None:
         from gradilocks.kernels import cpu
 
-        self._count = n = len(fused.params)
-        self._addresses = array("q", bytes(8 * n))
+        self._step, self._count = cpu.step, len(fused.params)
+        self._addresses = array("q", bytes(8 * self._count))
         for row in fused.rows:
             self._addresses.extend(row)
-        self._table = torch.frombuffer(self._addresses, dtype=torch.int64)
-        self._sizes = torch.tensor(fused.reader.sizes, dtype=torch.int64)
-        self._groups = torch.tensor(fused.groups, dtype=torch.int32)
-        self._settings = torch.zeros(fused.group_count * SETTINGS, dtype=torch.float64)
-        self._last_settings: list[float] = []
-        self._step = cpu.step
+        self._sizes, self._groups = array("q", fused.reader.sizes), array("i", fused.groups)
 
     def run(
         self, addresses: array[int], settings: list[float], divisor: Tensor | float | None, skip: Tensor | None
@@ -244,12 +239,9 @@ class _CpuTables:
         """See `FusedStep.run`."""
         if skip is not None and bool(skip):
             return
-        if settings != self._last_settings:
-            self._settings.copy_(torch.tensor(settings, dtype=torch.float64))
-            self._last_settings = settings
         self._addresses[: self._count] = addresses
         number = 1.0 if divisor is None else float(divisor)
-        self._step(self._table, self._sizes, self._groups, self._settings, number)
+        self._step(self._addresses, self._sizes, self._groups, array("d", settings), number)
 
 
 def _rules(optimizers: Sequence[torch.optim.Optimizer]) -> list[str | None]:

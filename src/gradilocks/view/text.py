@@ -6,7 +6,13 @@ import math
 from collections.abc import Sequence
 from datetime import datetime
 
-__all__ = ["clean", "count", "duration", "moment", "number", "percent", "scale_text", "shorten", "some_of"]
+__all__ = ["align", "clean", "count", "duration", "moment", "number", "percent", "scale_text", "shorten", "some_of"]
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """The lines of a table, with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def clean(text: object) -> str:
