@@ -17,7 +17,7 @@ SGD = [0.1, 0.3, 0.9, 0.0]
 
 
 class Parameters:
-    """Parameters with gradients and moments, and the tables that `cpu.adam` and `cpu.sgd` read."""
+    """Parameters with gradients and moments, and the tables that `cpu.step` reads."""
 
     def __init__(self, shapes=SHAPES):
         generator = torch.Generator().manual_seed(3)
@@ -31,8 +31,8 @@ class Parameters:
         """Everything that a step changes."""
         return [*self.params, *self.first, *self.second, *self.steps]
 
-    def step(self, function, settings):
-        """Calls `cpu.adam` or `cpu.sgd` with up to 8 numbers."""
+    def step(self, cpu, settings):
+        """Calls `cpu.step` with up to 8 numbers: more than 4 are Adam's."""
         rows = [self.grads, self.params, self.steps, self.first, self.second]
         # An empty tensor has no address; any other number than 0 says that there is a gradient.
         table = [*([t.data_ptr() or 16 for t in row] for row in rows), [0] * len(self.params)]
@@ -40,35 +40,35 @@ class Parameters:
         sizes = torch.tensor([param.numel() for param in self.params])
         groups = torch.zeros(n, dtype=torch.int32)
         numbers = torch.tensor([[*settings, *[0.0] * (8 - len(settings))]], dtype=torch.float64)
-        function(torch.tensor(table), sizes, groups, numbers, 1.0)
+        cpu.step(len(settings) > 4, torch.tensor(table), sizes, groups, numbers, 1.0)
 
 
-def stepped(cpu, function, **options):
+def stepped(cpu, settings, **options):
     run = Parameters(**options)
     for _ in range(3):
-        run.step(getattr(cpu, function), ADAM if function == "adam" else SGD)
+        run.step(cpu, settings)
     return run
 
 
-@pytest.mark.parametrize("function", ["adam", "sgd"])
-def test_any_number_of_threads_steps_to_the_same_bits(cpu, function, threads):
+@pytest.mark.parametrize("settings", [ADAM, SGD], ids=["adam", "sgd"])
+def test_any_number_of_threads_steps_to_the_same_bits(cpu, settings, threads):
     found = []
     for number in (1, 2, 3):
         threads(number)
-        found.append(stepped(cpu, function).tensors())
+        found.append(stepped(cpu, settings).tensors())
     for other in found[1:]:
         assert all(map(same_bits, found[0], other))
 
 
 def test_the_bits_of_an_element_do_not_depend_on_its_place_in_a_tensor(cpu, threads):
     threads(1)
-    whole = stepped(cpu, "adam", shapes=[(70_001,)])
+    whole = stepped(cpu, ADAM, shapes=[(70_001,)])
     parts = Parameters(shapes=[(70_001,)])
     for row in (parts.params, parts.grads, parts.first, parts.second):
         row[:] = [piece.clone() for piece in row[0].split([1, 4095, 4097, 30_000, 31_808])]
     parts.steps = [torch.zeros(()) for _ in range(5)]
     for _ in range(3):
-        parts.step(cpu.adam, ADAM)
+        parts.step(cpu, ADAM)
     assert same_bits(torch.cat(parts.params), whole.params[0])
     assert same_bits(torch.cat(parts.second), whole.second[0])
 
@@ -79,6 +79,6 @@ def test_moments_equal_to_the_gradient_stay_exactly_equal(cpu):
         run = Parameters(shapes=[(17,)])
         run.first[0].copy_(run.grads[0])
         run.second[0].copy_(run.grads[0].square())
-        run.step(cpu.adam, [0.1, 0.0, beta1, beta2, 1e-8, 1.0])
+        run.step(cpu, [0.1, 0.0, beta1, beta2, 1e-8, 1.0])
         assert same_bits(run.first[0], run.grads[0])
         assert same_bits(run.second[0], run.grads[0].square())

@@ -37,7 +37,7 @@ def calls(monkeypatch):
     if kernels.has_kernels("cpu"):
         extension = kernels.backend_for("cpu")
         count(extension, "measure_at")
-        count(extension, "adam")
+        count(extension, "step")
     return found
 
 
@@ -59,7 +59,7 @@ def test_a_step_measures_once_and_multiplies_at_most_once(path, name, options, c
     # In plain torch the global norm is enough for a finite step under the plain rules.
     is_norm_enough = path == "torch" and not isinstance(options.get("scale"), HeadroomScale)
     reads = ["norm"] if is_norm_enough else ["measure"]
-    writes = {("SGD momentum", path): ["multiply_"], ("own AdamW", "C"): ["adam"]}.get((name, path), [])
+    writes = {("SGD momentum", path): ["multiply_"], ("own AdamW", "C"): ["step"]}.get((name, path), [])
     for _ in range(3):
         calls.clear()
         iteration(control, params)

@@ -134,33 +134,20 @@ def unscale_(tensors: Sequence[Tensor], inverse_scale: Tensor) -> Tensor:
     return nonfinite
 
 
-def adam(table: Tensor, sizes: Tensor, groups: Tensor, settings: Tensor, divisor: float) -> None:
-    """Steps Adam or AdamW in place: parameters, moments and step counts.
+def step(is_adam: bool, table: Tensor, sizes: Tensor, groups: Tensor, settings: Tensor, divisor: float) -> None:
+    """Steps Adam and AdamW, or SGD, in place: parameters, moments and step counts, or momentum buffers.
 
     Args:
+        is_adam: False for SGD.
         table: int64 [6, n], contiguous: addresses of gradient, parameter, step count, exp_avg, exp_avg_sq; the last row
-            is not used. 0 is absent; a parameter without gradient is left unchanged.
+            is not used. 0 is absent; a parameter without gradient is left unchanged. SGD has its momentum buffer in the
+            fourth row, which starts as zeros and is required where momentum is not 0.
         sizes: int64 [n]: numbers of elements. All tensors of a column are dense with the same strides.
         groups: int32 [n]: row of `settings` for each parameter.
-        settings: float64 [g, 8]: lr, weight_decay, beta1, beta2, eps, 1 for decoupled weight decay (AdamW) else 0.
+        settings: float64 [g, 8]: lr and weight_decay, then beta1, beta2, eps and 1 for decoupled weight decay (AdamW)
+            else 0, or momentum and 1 for Nesterov momentum else 0.
         divisor: divides the gradients.
     """
-    _step(1, table, sizes, groups, settings, divisor)
-
-
-def sgd(table: Tensor, sizes: Tensor, groups: Tensor, settings: Tensor, divisor: float) -> None:
-    """Steps SGD in place: parameters and momentum buffers.
-
-    Args:
-        table: as for `adam`; the fourth row is the momentum buffer, which starts as zeros and is required where
-            momentum is not 0.
-        sizes, groups, divisor: as for `adam`.
-        settings: float64 [g, 8]: lr, weight_decay, momentum, 1 for Nesterov momentum else 0.
-    """
-    _step(0, table, sizes, groups, settings, divisor)
-
-
-def _step(is_adam: int, table: Tensor, sizes: Tensor, groups: Tensor, settings: Tensor, divisor: float) -> None:
     pointers = [tensor.data_ptr() for tensor in (sizes, groups, settings)]
     threads = torch.get_num_threads()
     if _library.gl_step(is_adam, table.data_ptr(), len(sizes), *pointers, divisor, threads):

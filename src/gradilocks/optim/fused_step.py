@@ -214,7 +214,7 @@ class FusedStep:
         tables.run(addresses, self.settings(), divisor, skip)
 
     def _make_tables(self) -> Any:
-        if hasattr(backend_for(self.device.type), "adam"):  # The C extension.
+        if hasattr(backend_for(self.device.type), "step"):  # The C extension.
             return _CpuTables(self)
         from gradilocks.kernels.recorded_step import UpdateTables
 
@@ -227,6 +227,7 @@ class _CpuTables:
     def __init__(self, fused: FusedStep) -> None:
         from gradilocks.kernels import cpu
 
+        self._step = cpu.step
         self._count = n = len(fused.params)
         self._addresses = array("q", bytes(8 * n))
         for row in fused.rows:
@@ -236,12 +237,12 @@ class _CpuTables:
         self._groups = torch.tensor(fused.groups, dtype=torch.int32)
         self._settings = torch.zeros(fused.group_count * SETTINGS, dtype=torch.float64)
         self._last_settings: list[float] = []
-        self._steps: list[tuple[Any, list[bool]]] = []
-        """The kernels, each with the parameters it steps."""
-        for step, is_adam in ((cpu.adam, True), (cpu.sgd, False)):
+        self._members: dict[bool, list[bool]] = {}
+        """Which parameters Adam steps (True), and which SGD (False)."""
+        for is_adam in (True, False):
             members = [(fused.rules[group] in ("adam", "adamw")) is is_adam for group in fused.groups]
             if any(members):
-                self._steps.append((step, members))
+                self._members[is_adam] = members
 
     def run(
         self, addresses: array[int], settings: list[float], divisor: Tensor | float | None, skip: Tensor | None
@@ -253,12 +254,12 @@ class _CpuTables:
             self._settings.copy_(torch.tensor(settings, dtype=torch.float64))
             self._last_settings = settings
         number = 1.0 if divisor is None else float(divisor)
-        for step, members in self._steps:
+        for is_adam, members in self._members.items():
             self._addresses[: self._count] = addresses
-            if len(self._steps) > 1:
+            if len(self._members) > 1:
                 pairs = zip(addresses, members, strict=True)
                 self._addresses[: self._count] = array("q", [address * is_member for address, is_member in pairs])
-            step(self._table, self._sizes, self._groups, self._settings, number)
+            self._step(is_adam, self._table, self._sizes, self._groups, self._settings, number)
 
 
 def _rules(optimizers: Sequence[torch.optim.Optimizer]) -> list[str | None]:
