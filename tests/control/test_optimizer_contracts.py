@@ -30,6 +30,16 @@ class Plain:
                 p -= p.grad
 
 
+class Delegating:
+    """Attributes set on it, such as `grad_scale`, do not reach the optimizer whose methods it has."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
 class Amsgrad(torch.optim.Adam):
     """A subclass of a fused optimizer with a step of its own, which ignores `grad_scale`."""
 
@@ -60,7 +70,17 @@ def partly_fused(params):
     return torch.optim.SGD([{"params": params, "fused": True}, {"params": [torch.zeros_like(params[0])]}], lr=1.0)
 
 
-@pytest.mark.parametrize("make", [Plain, lambda ps: Amsgrad(ps, lr=1.0, fused=True), TakesScaler, partly_fused])
+WITH_OWN_STEP = {
+    "Plain": Plain,
+    "Amsgrad": lambda ps: Amsgrad(ps, lr=1.0, fused=True),
+    "TakesScaler": TakesScaler,
+    "partly fused": partly_fused,
+    "delegates to fused": lambda ps: Delegating(torch.optim.SGD(ps, lr=1.0, fused=True)),
+    "delegates to ours": lambda ps: Delegating(gradilocks.optim.SGD(ps, lr=1.0)),
+}
+
+
+@pytest.mark.parametrize("make", WITH_OWN_STEP.values(), ids=WITH_OWN_STEP)
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_step_of_its_own_gets_unscaled_clipped_gradients_and_is_not_called_for_a_skip(make, bad, device):
     p = parameter(0.0, 0.0, device=device)

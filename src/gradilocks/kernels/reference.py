@@ -189,7 +189,7 @@ def _statistics(tensor: Tensor, order: float) -> Tensor:
 def _norms_on_cpu(tensors: Sequence[Tensor]) -> list[float]:
     """2-norms; NaN where elements are non-finite, or so large or small that the sum of squares is inexact."""
     small = [tensor for tensor in tensors if tensor.numel() <= _MAX_SMALL]
-    small_norms = iter(torch.stack(foreach_norm(small, 2.0, torch.float64)).tolist() if small else ())
+    small_norms = map(Tensor.item, foreach_norm(small, 2.0, torch.float64) if small else ())
     norms = [next(small_norms) if tensor.numel() <= _MAX_SMALL else _norm_of_rows(tensor) for tensor in tensors]
     for index, (tensor, norm) in enumerate(zip(tensors, norms, strict=True)):
         is_small = tensor.numel() <= _MAX_SMALL and tensor.dtype is not torch.float64
@@ -205,7 +205,7 @@ def _norm_on_cpu(tensors: Sequence[Tensor], sizes: Sequence[int]) -> float:
     if set(map(_dtype_of, tensors)) != {torch.float32}:
         return math.hypot(*_norms_on_cpu(tensors))
     small = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= _MAX_SMALL]
-    norms = torch.stack(foreach_norm(small, 2.0, torch.float32)).tolist() if small else []
+    norms = list(map(Tensor.item, foreach_norm(small, 2.0, torch.float32))) if small else []
     norms += [_norm_of_rows(tensor) for tensor, size in zip(tensors, sizes, strict=True) if size > _MAX_SMALL]
     return math.hypot(*norms)
 

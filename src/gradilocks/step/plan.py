@@ -96,12 +96,15 @@ class StepPlan:
             return decision
         with torch.no_grad():
             tensors = dense_grads(self.params)
-            if decision is None:
-                decision = self.decide(tensors, inputs)
-                self._update(decision, tensors)
+            is_advanced = decision is not None
+            decision = decision or self.decide(tensors, inputs)
+            begin = 0
+            for optimizer in self.optimizers:
+                end = begin + sum(len(group["params"]) for group in optimizer.param_groups)
+                update(optimizer, tensors[begin:end], decision, begin)
+                begin = end
+            if not is_advanced:
                 self.advance(decision, updates_scale=inputs.updates_scale)
-            else:
-                self._update(decision, tensors)
         return decision
 
     def decide(self, tensors: Sequence[Tensor | None], inputs: StepInputs) -> Decision:
@@ -136,13 +139,6 @@ class StepPlan:
             self.clip.update(decision.clipping, decision.skip == 0)
         if updates_scale:
             state.update_scale(decision.overflow, decision.largest, keep_scale=(decision.skip > 0) & ~decision.overflow)
-
-    def _update(self, decision: Decision, tensors: Sequence[Tensor | None]) -> None:
-        begin = 0
-        for optimizer in self.optimizers:
-            end = begin + sum(len(group["params"]) for group in optimizer.param_groups)
-            update(optimizer, tensors[begin:end], decision, begin)
-            begin = end
 
     def _check_parameters(self) -> None:
         params = parameters(self.optimizers)

@@ -96,13 +96,12 @@ _OWN_STEP: Any = _step_function(SinglePassOptimizer)
 def skips_by_found_inf(optimizer: Any) -> bool:
     """True if the step is ours or torch's own fused one, which unscales by `grad_scale` and skips by `found_inf`.
 
-    A subclass or wrapper with a `step` of its own may ignore both, so only the identical function counts.
+    A subclass or wrapper with a `step` of its own may ignore both, so only the identical function counts. Attributes of
+    a wrapper that is not an Optimizer do not reach the optimizer that it calls.
     """
-    step = _step_function(optimizer)
-    if step is _OWN_STEP:
-        return True
+    step = _step_function(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
     # torch's flag for this is unset if `fused` was given in the param groups, as torchtitan does.
-    return step in _FUSED_STEPS and all(group.get("fused") for group in optimizer.param_groups)
+    return step is _OWN_STEP or (step in _FUSED_STEPS and all(group.get("fused") for group in optimizer.param_groups))
 
 
 def can_bypass_step(optimizer: Any) -> bool:
@@ -111,7 +110,8 @@ def can_bypass_step(optimizer: Any) -> bool:
     The step is ours, has no hooks but the control's own, and the user has set no `grad_scale`.
     """
     return (
-        _step_function(optimizer) is _OWN_STEP
+        isinstance(optimizer, SinglePassOptimizer)
+        and _step_function(optimizer) is _OWN_STEP
         and not has_other_hooks(optimizer, StepGuard)
         and getattr(optimizer, "grad_scale", None) is None
     )

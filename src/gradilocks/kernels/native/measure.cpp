@@ -9,7 +9,7 @@
 // NaN above Inf: one comparison finds all three.
 //
 // Elements are prefetched 8 KiB ahead, because the processor's own prefetching ends with each page of 4 KiB: one Zen 5
-// core reads 34 GB/s from memory instead of 29, and 56 GB/s from its L2 cache (AVX2 36, SSE2 15).
+// core reads 34 GB/s from memory instead of 29, and 56 GB/s from its caches (AVX2 36, SSE2 15).
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
