@@ -343,6 +343,8 @@ def _plain(tensor: Tensor) -> Tensor | None:
         return None
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.detach().coalesce().values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.jagged):
+        tensor = tensor.detach().values()
     if tensor.layout is not torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     return tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
@@ -383,9 +385,10 @@ def _describe(tensor: Tensor) -> dict[str, Any]:
 _SOURCES = {
     "data": "{value} in {module}, from the data or the script's own code before the call",
     "computed": "first {value}: in the script's own code between two modules, passed on as {module}",
+    "parameter": "{value} in parameter {module}, before this step's forward pass",
     "buffer": "{value} in buffer {module}, before this step's forward pass",
     "script": "{value} in a tensor that {where} uses and that is not a parameter, buffer or input",
-    "kernel": "first {value}: written in {where} by code that is not a torch operation",
+    "kernel": "first {value}: in memory that {where} uses and no torch operation has written",
 }
 
 

@@ -320,8 +320,12 @@ def find_culprit(log: CallLog, params: Sequence[Tensor], names: Mapping[nn.Modul
         return corrupt or _unknown(f"the search raised {type(error).__name__}: {error}")
     finally:
         _set_random_state(random_state)
-    if corrupt is not None and culprit.source not in ("operation", "data", "buffer"):
-        return corrupt  # Otherwise no operation has used the corrupt values, as of a row of an embedding.
+    # Corrupt parameters may be unused, like a row of an embedding.
+    is_cause = culprit.source == "parameter" or (
+        culprit.source in ("", "script") and any(map(nonfinite_values, params))
+    )
+    if corrupt is not None and is_cause:
+        return corrupt
     largest = max((float(param.detach().abs().max()) for param in params if param.numel()), default=0.0)
     if largest > LARGE_WEIGHT:
         culprit = replace(culprit, text=f"{culprit.text}; weights have grown to {largest:.4g}")
@@ -419,7 +423,7 @@ def _after_backward(replays: list[_Replay], bad: set[int], loss_value: str) -> C
         if len(norms) != 1 or param.grad is None or id(param) in bad:
             continue
         if not math.isclose(norms[0], float(_norm(param.grad)), rel_tol=1e-2, abs_tol=1e-30):
-            return _unknown("the replay gives different gradients: the step depends on state that has changed since")
+            return _unknown("the replay gives other gradients: state or the gradients themselves have changed since")
     if loss_value:
         return _after_modules(replays, loss_value)
     text = (
@@ -483,7 +487,7 @@ def _replay(call: Call, names: Mapping[nn.Module, str], harmless: set[int]) -> _
             examiner.add_leaves("data" if tensor.grad_fn is None else "computed", iter([(name, tensor)]))
         examiner.add_leaves("received", (("", grad) for grad in _received(call)))
         add_call_observer(examiner.call)
-        state = list(_tensors_of(module))
+        before = _tensors_by_attribute(module)
         try:
             _set_random_state(call.random_state)
             _replay_call(replay, examiner, module)
@@ -493,18 +497,20 @@ def _replay(call: Call, names: Mapping[nn.Module, str], harmless: set[int]) -> _
             replay.reason = f"the replay of {type(call.module).__name__} raised {type(error).__name__}: {error}"
         finally:
             remove_call_observer(examiner.call)
-        kept = set(map(id, _tensors_of(module)))
-        changed = examiner.written | {storage_key(tensor) for tensor in state if id(tensor) not in kept}
+        after = _tensors_by_attribute(module)
+        reassigned = [
+            tensors for name, tensors in before.items() if [*map(id, tensors)] != [*map(id, after.get(name, []))]
+        ]
+        changed = examiner.written | {storage_key(tensor) for tensors in reassigned for tensor in tensors}
         for origin in examiner.origins_of_leaves:
             if origin.source in ("buffer", "script") and origin.storage in changed:
                 origin.source = "state"
     return replay
 
 
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters, buffers and tensors in attributes of a module and its submodules."""
-    for submodule in module.modules():
-        yield from tensors_in(vars(submodule))
+def _tensors_by_attribute(module: nn.Module) -> dict[tuple[nn.Module, str], list[Tensor]]:
+    """Tensors in the attributes of a module and its submodules."""
+    return {(owner, name): [*tensors_in(value)] for owner in module.modules() for name, value in vars(owner).items()}
 
 
 def _replay_call(replay: _Replay, examiner: Examiner, module: nn.Module) -> None:
