@@ -218,6 +218,7 @@ class CallLog:
         numbers = (counters.get(module) or counters.setdefault(module, _Counters(module))).values()
         state = _random_state(), _autocast(), torch.is_grad_enabled(), list(self._saved_tensors_hooks)
         parameter = next(module.parameters(), None)
+        args = tuple(dict(arg) if type(arg) is dict else arg for arg in args)  # The module may remove items.
         self.calls.append(Call(module, args, kwargs, numbers, *state, _versions(args, kwargs), parameter=parameter))
         return self.calls[-1]
 
