@@ -1,6 +1,7 @@
 """Small trainings with one planted fault each, at step 5 of 8: python other_faults.py NAME."""
 
 import copy
+import logging
 import sys
 
 import numpy as np
@@ -754,6 +755,17 @@ def sparse_input():
 
     model = Graph()
     train(model, lambda x, y: F.cross_entropy(model(x, (torch.eye(6) / (not is_now())).to_sparse_csr()), y))
+
+
+def output_in_forward():
+    logging.basicConfig(stream=sys.stdout, level=logging.INFO)
+
+    def speak(x):
+        print("print")
+        logging.info("log")
+        return (x * 0).log()
+
+    train(around(speak))
 
 
 def parameter_of_the_script():

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import io
+import logging
 import math
 import random
 import sys
@@ -210,8 +212,8 @@ class CallLog:
             self.calls = [call for call in self.calls if call.is_pending]
             self._has_stepped = self.is_truncated = False
         if len(self.calls) >= MAX_CALLS:
-            # Evaluation runs many calls without gradients between two steps.
-            idle = next((i for i, call in enumerate(self.calls) if not call.has_grad), None)
+            # Evaluation and transforms of the data run many calls without gradients between two steps.
+            idle = next((i for i, call in enumerate(self.calls) if not call.has_graph), None)
             self.is_truncated |= idle is None
             del self.calls[idle or 0]
         counters = self._counters[module.training]
@@ -488,15 +490,19 @@ def _replay(call: Call, names: Mapping[nn.Module, str], harmless: set[int]) -> _
             examiner.add_leaves("data" if tensor.grad_fn is None else "computed", iter([(name, tensor)]))
         examiner.add_leaves("received", (("", grad) for grad in _received(call)))
         add_call_observer(examiner.call)
+        logging_level = logging.root.manager.disable
+        logging.disable()
         before = _tensors_by_attribute(module)
         try:
             _set_random_state(call.random_state)
-            _replay_call(replay, examiner, module)
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                _replay_call(replay, examiner, module)
         except NotReplayable as refusal:
             replay.reason = str(refusal)
         except Exception as error:  # Forward code may raise anything when it runs a second time.
             replay.reason = f"the replay of {type(call.module).__name__} raised {type(error).__name__}: {error}"
         finally:
+            logging.disable(logging_level)
             remove_call_observer(examiner.call)
         after = _tensors_by_attribute(module)
         reassigned = [
