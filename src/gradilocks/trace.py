@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -114,19 +115,25 @@ def remove_call_observer(observer: CallObserver) -> None:
         nn.Module.__call__ = call_module  # type: ignore[method-assign]
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Finds all tensors in nested tuples, lists, mappings, dataclasses and distributions."""
+def tensors_in(value: Any, *, is_attribute: bool = False) -> Iterator[Tensor]:
+    """Finds all tensors in nested tuples, lists, mappings, dataclasses and distributions.
+
+    Objects of other classes are searched, except for objects in their attributes.
+    """
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        return
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
     elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, torch.distributions.Distribution) or (is_dataclass(value) and not isinstance(value, type)):
-        for item in vars(value).values():
-            yield from tensors_in(item)
+        items = value
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, ModuleType)):
+        is_transparent = is_dataclass(value) or isinstance(value, torch.distributions.Distribution)
+        items = vars(value).values() if is_transparent or not is_attribute else ()
+        is_attribute = is_attribute or not is_transparent
+    for item in items:
+        yield from tensors_in(item, is_attribute=is_attribute)
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -226,7 +233,7 @@ class Examiner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Hooks on a gradient run between two nodes, before the node that computed the tensor in forward.
         self.leave_hooks(module, f"hook on the gradient, before {name}")
 
-    def leave_hooks(self, module: nn.Module | None, description: str) -> None:
+    def leave_hooks(self, module: nn.Module | None, description: str, *grad: Tensor) -> None:
         """Completes the origins in hooks that have just run."""
         for origin in self._in_hooks:
             origin.module = self._name(module)
@@ -343,6 +350,8 @@ def _plain(tensor: Tensor) -> Tensor | None:
         return None
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.detach().coalesce().values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.jagged):
+        tensor = tensor.detach().values()
     if tensor.layout is not torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     return tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
@@ -383,9 +392,10 @@ def _describe(tensor: Tensor) -> dict[str, Any]:
 _SOURCES = {
     "data": "{value} in {module}, from the data or the script's own code before the call",
     "computed": "first {value}: in the script's own code between two modules, passed on as {module}",
+    "parameter": "{value} in parameter {module}, before this step's forward pass; the cause is earlier",
     "buffer": "{value} in buffer {module}, before this step's forward pass",
     "script": "{value} in a tensor that {where} uses and that is not a parameter, buffer or input",
-    "kernel": "first {value}: written in {where} by code that is not a torch operation",
+    "kernel": "first {value}: in memory that {where} uses and no torch operation has written",
 }
 
 

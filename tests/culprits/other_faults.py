@@ -1,6 +1,7 @@
 """Small trainings with one planted fault each, at step 5 of 8: python other_faults.py NAME."""
 
 import copy
+import logging
 import sys
 
 import numpy as np
@@ -674,16 +675,39 @@ def state_of_the_call():
         state = torch.ones(3)
 
         def forward(self, x):
-            self.state = (self.state * (0 if is_now() else 1)).log().exp().detach() / (0 if is_now() else 1)
+            self.state = self.state / (0 if is_now() else 1)
             return super().forward(x) + self.state
 
     train(Memory(4, 3))
+
+
+def state_in_a_list():
+    class Memory(nn.Linear):
+        def forward(self, x):
+            states.append(states[-1] / (0 if is_now() else 1))
+            return super().forward(x) + states[-1]
+
+    model = Memory(4, 3)
+    model.states = states = [torch.ones(3)]
+    train(model)
 
 
 def corrupt_but_unused():
     model = around(lambda x: x / (x - x))
     model[0].legacy = nn.Parameter(torch.full((2,), float("nan")))
     train(model)
+
+
+def corrupt_average():
+    """Averaged weights are NaN from the start; the fault is in the script."""
+    model, average = around(torch.tanh), nn.Linear(4, 3).requires_grad_(False)
+    nn.init.constant_(average.weight, float("nan"))
+
+    def loss_of(x, y):
+        is_right = average(x).argmax(1) == y
+        return F.cross_entropy(model(x), y) / (0 if is_now() else 1) + 0 * is_right.sum()
+
+    train(model, loss_of)
 
 
 def hook_of_a_weight():
@@ -718,6 +742,30 @@ def distribution_returned():
 def sparse_gradient():
     model = nn.Sequential(nn.Embedding(9, 8, sparse=True), Block(lambda x: (x * 0).log()), nn.Linear(8, 3))
     train(model, lambda x, y: F.cross_entropy(model(y), y), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def sparse_input():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x, weights):
+            return self.last(torch.sparse.mm(weights, self.first(x)))
+
+    model = Graph()
+    train(model, lambda x, y: F.cross_entropy(model(x, (torch.eye(6) / (not is_now())).to_sparse_csr()), y))
+
+
+def output_in_forward():
+    logging.basicConfig(stream=sys.stdout, level=logging.INFO)
+
+    def speak(x):
+        print("print")
+        logging.info("log")
+        return (x * 0).log()
+
+    train(around(speak))
 
 
 def parameter_of_the_script():

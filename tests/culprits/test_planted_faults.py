@@ -49,6 +49,13 @@ def test_a_replay_changes_nothing(arguments, tmp_path):
     assert same_training(finished, run_plain(FAULTY_TRAINING, *arguments, cwd=tmp_path / "plain"))
 
 
+def test_the_output_of_a_replay_is_not_shown(tmp_path):
+    (tmp_path / "plain").mkdir()
+    finished = run_recorded(OTHER_FAULTS, "output_in_forward", cwd=tmp_path)
+    assert finished.culprits[0]["operation"] == "log"
+    assert same_training(finished, run_plain(OTHER_FAULTS, "output_in_forward", cwd=tmp_path / "plain"))
+
+
 def test_without_trace_nothing_is_replayed(tmp_path):
     finished = run_recorded(FAULTY_TRAINING, *PLANTED[0].arguments, cwd=tmp_path, has_trace=False)
     assert finished.culprits == []

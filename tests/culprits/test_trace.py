@@ -115,6 +115,14 @@ def test_trace_works_with_gradients_of_gradients():
     assert found.culprit.operation == "div (SqrtBackward0)"
 
 
+def test_a_corrupt_parameter_is_named():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    nn.init.constant_(model[1].bias, math.nan)
+    with trace(model) as found:
+        model(torch.ones(2, 3)).sum().backward()
+    assert (found.culprit.source, found.culprit.module) == ("parameter", "1.bias")
+
+
 def test_trace_restores_torch():
     before = nn.Module.__call__, torch.autograd.backward, torch.autograd.grad
     with pytest.raises(KeyError), trace(nn.Linear(2, 2)):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import io
+import logging
 import math
 import random
 import sys
@@ -210,14 +212,15 @@ class CallLog:
             self.calls = [call for call in self.calls if call.is_pending]
             self._has_stepped = self.is_truncated = False
         if len(self.calls) >= MAX_CALLS:
-            # Evaluation runs many calls without gradients between two steps.
-            idle = next((i for i, call in enumerate(self.calls) if not call.has_grad), None)
+            # Evaluation and transforms of the data run many calls without gradients between two steps.
+            idle = next((i for i, call in enumerate(self.calls) if not call.has_graph), None)
             self.is_truncated |= idle is None
             del self.calls[idle or 0]
         counters = self._counters[module.training]
         numbers = (counters.get(module) or counters.setdefault(module, _Counters(module))).values()
         state = _random_state(), _autocast(), torch.is_grad_enabled(), list(self._saved_tensors_hooks)
         parameter = next(module.parameters(), None)
+        args = tuple(dict(arg) if type(arg) is dict else arg for arg in args)  # The module may remove items.
         self.calls.append(Call(module, args, kwargs, numbers, *state, _versions(args, kwargs), parameter=parameter))
         return self.calls[-1]
 
@@ -308,28 +311,30 @@ def find_culprit(log: CallLog, params: Sequence[Tensor], names: Mapping[nn.Modul
         names: see `module_names`.
         loss_value: "NaN" or "Inf" if the loss itself is; "" if it is finite.
     """
-    corrupt = _corrupt_parameters(log.calls, params, names)
-    if not log.calls:
-        return corrupt or _unknown("no module was called since the last step")
     random_state = _random_state()
     try:
         calls = [call for call in log.calls if call.precedes_backward] or log.calls
         replays = [_replay(call, names, _harmless(call, log)) for call in calls]
         culprit = _conclude(replays, params, is_truncated=log.is_truncated, loss_value=loss_value)
     except Exception as error:  # Tensors of torch.func cannot be read, for example.
-        return corrupt or _unknown(f"the search raised {type(error).__name__}: {error}")
+        culprit = _unknown(f"the search raised {type(error).__name__}: {error}")
     finally:
         _set_random_state(random_state)
-    if corrupt is not None and culprit.source not in ("operation", "data", "buffer"):
-        return corrupt  # Otherwise no operation has used the corrupt values, as of a row of an embedding.
+    corrupt = [values[0] for param in params if (values := nonfinite_values(param))]
+    if corrupt and culprit.source in ("", "script"):
+        count = "a parameter" if len(corrupt) == 1 else f"{len(corrupt)} parameters"
+        text = f"{corrupt[0]} in {count}, before this step's forward pass; the cause is earlier"
+        return Culprit(True, text, value=corrupt[0], source="parameter")
     largest = max((float(param.detach().abs().max()) for param in params if param.numel()), default=0.0)
-    if largest > LARGE_WEIGHT:
+    if LARGE_WEIGHT < largest < math.inf:
         culprit = replace(culprit, text=f"{culprit.text}; weights have grown to {largest:.4g}")
     return culprit
 
 
 def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, is_truncated: bool, loss_value: str) -> Culprit:
     """The earliest origin that the replays connect to the parameters' gradients."""
+    if not replays:
+        return _unknown("no module was called since the last step")
     owned = {id(param) for replay in replays for param in replay.call.module.parameters()}
     bad = {id(param) for param in params} & owned
     # Other parameters, of the script itself, received NaN or Inf from the loss if that is not finite.
@@ -419,7 +424,7 @@ def _after_backward(replays: list[_Replay], bad: set[int], loss_value: str) -> C
         if len(norms) != 1 or param.grad is None or id(param) in bad:
             continue
         if not math.isclose(norms[0], float(_norm(param.grad)), rel_tol=1e-2, abs_tol=1e-30):
-            return _unknown("the replay gives different gradients: the step depends on state that has changed since")
+            return _unknown("the replay gives other gradients: state or the gradients themselves have changed since")
     if loss_value:
         return _after_modules(replays, loss_value)
     text = (
@@ -431,28 +436,6 @@ def _after_backward(replays: list[_Replay], bad: set[int], loss_value: str) -> C
 
 def _unknown(reason: str) -> Culprit:
     return Culprit(False, f"origin unknown: {reason}")
-
-
-def _corrupt_parameters(
-    calls: Sequence[Call], params: Sequence[Tensor], names: Mapping[nn.Module, str]
-) -> Culprit | None:
-    """The culprit if parameters themselves are not finite."""
-    modules = dict.fromkeys(module for call in calls for module in call.module.modules())
-    named: dict[int, tuple[str, Tensor]] = {
-        id(param): (name if prefix == type(module).__name__ else f"{prefix}.{name}", param)
-        for module in modules
-        for name, param in module.named_parameters(recurse=False)
-        for prefix in [names.get(module, type(module).__name__)]
-    }
-    for param in params:
-        named.setdefault(id(param), ("outside of modules", param))
-    bad = [(name, values) for name, param in named.values() if (values := nonfinite_values(param))]
-    if not bad:
-        return None
-    name, values = bad[0]
-    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-    text = f"{values[0]} in parameter {name}{more}, before this step's forward pass; the cause is earlier"
-    return Culprit(True, text, value=values[0], module=name, source="parameter")
 
 
 def _harmless(call: Call, log: CallLog) -> set[int]:
@@ -475,36 +458,49 @@ def _replay(call: Call, names: Mapping[nn.Module, str], harmless: set[int]) -> _
     while isinstance(module, _REPLICATING):
         module = module.module
     examiner = Examiner(names)
-    named = ((names.get(owner, ""), owner) for owner in module.modules())
-    examiner.add_leaves("parameter", module.named_parameters())
+    examiner.add_leaves("parameter", _named(module, names, nn.Module.named_parameters))
     with _state_restored(module, call.numbers):
-        examiner.add_leaves("buffer", ((f"{p}.{n}", b) for p, m in named for n, b in m.named_buffers(recurse=False)))
+        examiner.add_leaves("buffer", _named(module, names, nn.Module.named_buffers))
         for name, tensor in _named_inputs(call):
             examiner.add_leaves("data" if tensor.grad_fn is None else "computed", iter([(name, tensor)]))
         examiner.add_leaves("received", (("", grad) for grad in _received(call)))
         add_call_observer(examiner.call)
-        state = list(_tensors_of(module))
+        logging_level = logging.root.manager.disable
+        logging.disable()
+        before = _tensors_by_attribute(module)
         try:
             _set_random_state(call.random_state)
-            _replay_call(replay, examiner, module)
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                _replay_call(replay, examiner, module)
         except NotReplayable as refusal:
             replay.reason = str(refusal)
         except Exception as error:  # Forward code may raise anything when it runs a second time.
             replay.reason = f"the replay of {type(call.module).__name__} raised {type(error).__name__}: {error}"
         finally:
+            logging.disable(logging_level)
             remove_call_observer(examiner.call)
-        kept = set(map(id, _tensors_of(module)))
-        changed = examiner.written | {storage_key(tensor) for tensor in state if id(tensor) not in kept}
+        after = _tensors_by_attribute(module)
+        reassigned = [
+            tensors for name, tensors in before.items() if [*map(id, tensors)] != [*map(id, after.get(name, []))]
+        ]
+        changed = examiner.written | {storage_key(tensor) for tensors in reassigned for tensor in tensors}
         for origin in examiner.origins_of_leaves:
             if origin.source in ("buffer", "script") and origin.storage in changed:
                 origin.source = "state"
     return replay
 
 
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters, buffers and tensors in attributes of a module and its submodules."""
-    for submodule in module.modules():
-        yield from tensors_in(vars(submodule))
+def _named(module: nn.Module, names: Mapping[nn.Module, str], kind: Any) -> Iterator[tuple[str, Tensor]]:
+    """The parameters or buffers of a module with their names."""
+    for owner in module.modules():
+        prefix = names.get(owner, "")
+        for name, tensor in kind(owner, recurse=False):
+            yield name if prefix in ("", type(owner).__name__) else f"{prefix}.{name}", tensor
+
+
+def _tensors_by_attribute(module: nn.Module) -> dict[tuple[nn.Module, str], list[Tensor]]:
+    """Tensors in the attributes of a module and its submodules."""
+    return {(owner, name): [*tensors_in(value)] for owner in module.modules() for name, value in vars(owner).items()}
 
 
 def _replay_call(replay: _Replay, examiner: Examiner, module: nn.Module) -> None:
@@ -533,8 +529,8 @@ def _replay_call(replay: _Replay, examiner: Examiner, module: nn.Module) -> None
         for owner in module.modules():
             for name, param in owner.named_parameters(recurse=False):
                 if param.requires_grad:  # This hook runs after those of the script.
-                    leave = functools.partial(examiner.leave_hooks, owner, f"hook on the gradient of {name}")
-                    stack.callback(param.register_hook(lambda _, leave=leave: leave()).remove)  # type: ignore[no-untyped-call]
+                    hook = functools.partial(examiner.leave_hooks, owner, f"hook on the gradient of {name}")
+                    stack.callback(param.register_hook(hook).remove)  # type: ignore[no-untyped-call]
         stack.enter_context(examiner)
         stack.enter_context(examiner.backward(roots))
         grads: Sequence[Tensor | None] = torch.autograd.grad(
