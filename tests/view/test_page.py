@@ -61,6 +61,10 @@ def test_pages_of_one_folder_share_plotly(tmp_path: Path) -> None:
     assert all(f'src="{script.name}"' in page.read_text() for page in pages)
     assert all(page.stat().st_size < 100_000 for page in pages)
     assert "http://" not in pages[0].read_text().replace("http://www.w3.org", "")
+    size = script.stat().st_size
+    script.write_text("cut off by a full disk")
+    report.write_page([run], tmp_path / "c.html")
+    assert script.stat().st_size == size
 
 
 def test_constant_curves_have_no_panel() -> None:
