@@ -123,6 +123,16 @@ def test_many_tensors_and_many_optimizers_are_limited() -> None:
     assert len(report.Report(many, "run").optimizers) == report.MAX_OPTIMIZERS
 
 
+def test_a_metric_has_the_color_of_its_run() -> None:
+    """The metric of the second run had the color of the second optimizer of the first."""
+    logs = [{"kind": "log", "step": step, "values": {"accuracy": step / 20}} for step in range(1, 21)]
+    one = made.run_of(*made.steps(20), *made.steps(20, number=1), *logs)
+    drawn = figures.figure([one, made.run_of(*made.steps(20), *logs)], ["one", "two"]).data
+    colors = {(line.name[:3], line.line.color) for line in drawn if line.name}
+    assert len(colors) == len(dict(map(reversed, colors))) == 3, "two optimizers of one, and two"
+    assert len([line for line in drawn if line.name == "two"]) == 3, "loss, norm, accuracy"
+
+
 # --- several runs -----------------------------------------------------------------------------------------------------
 
 
