@@ -114,6 +114,8 @@ def _finish(result: RunResult, script: str, folder: Path, *, quiet: bool) -> Non
     else:
         report = _add_verdict(result.path)
         lines = [report.verdict.text, *_last_lines(report), f"next: {_command('report', result.path, folder=folder)}"]
+        if report.run.end is None:
+            lines.insert(0, f"{result.path} could not be written to the end; the numbers are those of its steps")
     for line in lines if not quiet else []:
         _print_line(line)
 

@@ -51,6 +51,14 @@ def test_the_culprit_of_a_step_that_the_script_left_out_is_in_the_last_lines(fol
     assert verdict.startswith("Healthy: 39 steps")
 
 
+def test_a_file_that_ends_early_is_said_before_the_verdict(folder):
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
+    (folder / "train.py").write_text(limit + TRAINING)
+    done = run_command("run", "-o", "a.jsonl", "train.py", cwd=folder)
+    assert done.status == 0
+    assert said(done)[0].endswith("a.jsonl could not be written to the end; the numbers are those of its steps")
+
+
 def test_the_verdict_is_in_the_run_file_and_in_ls(folder):
     run_command("run", "-o", "runs/a.jsonl", "train.py", cwd=folder)
     first, last = records(folder / "runs" / "a.jsonl", "end")

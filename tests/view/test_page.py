@@ -61,6 +61,10 @@ def test_pages_of_one_folder_share_plotly(tmp_path: Path) -> None:
     assert all(f'src="{script.name}"' in page.read_text() for page in pages)
     assert all(page.stat().st_size < 100_000 for page in pages)
     assert "http://" not in pages[0].read_text().replace("http://www.w3.org", "")
+    size = script.stat().st_size
+    script.write_text("cut off by a full disk")
+    report.write_page([run], tmp_path / "c.html")
+    assert script.stat().st_size == size
 
 
 def test_constant_curves_have_no_panel() -> None:
@@ -117,6 +121,16 @@ def test_many_tensors_and_many_optimizers_are_limited() -> None:
     many = made.run_of(*(step for number in range(100) for step in made.steps(5, number=number)))
     assert len({trace.name for trace in figures.figure([many], ["run"]).data if trace.name}) <= figures.MAX_CURVES
     assert len(report.Report(many, "run").optimizers) == report.MAX_OPTIMIZERS
+
+
+def test_a_metric_has_the_color_of_its_run() -> None:
+    """The metric of the second run had the color of the second optimizer of the first."""
+    logs = [{"kind": "log", "step": step, "values": {"accuracy": step / 20}} for step in range(1, 21)]
+    one = made.run_of(*made.steps(20), *made.steps(20, number=1), *logs)
+    drawn = figures.figure([one, made.run_of(*made.steps(20), *logs)], ["one", "two"]).data
+    colors = {(line.name[:3], line.line.color) for line in drawn if line.name}
+    assert len(colors) == len(dict(map(reversed, colors))) == 3, "two optimizers of one, and two"
+    assert len([line for line in drawn if line.name == "two"]) == 3, "loss, norm, accuracy"
 
 
 # --- several runs -----------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class Curve:
     name: str
     color: str
     steps: Columns
+    run: Run
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def figure(runs: Sequence[Run], names: Sequence[str]) -> go.Figure | None:
         _curve_panel(curves, "Loss scale", lambda steps: steps.scale, scale_text, is_stair=True),
         _curve_panel(curves, "Learning rate", lambda steps: steps.lr, number, is_stair=True),
         _curve_panel(curves, "Zero gradient elements (mean)", _mean_zeros, percent),
-        *_metric_panels(runs, names),
+        *_metric_panels(curves),
     ]
     if len(runs) == 1 and len(curves) == 1:
         steps = curves[0].steps
@@ -106,7 +107,7 @@ def _stack(panels: list[Panel], *, has_legend: bool) -> go.Figure:
 
 def _curves(runs: Sequence[Run], names: Sequence[str]) -> list[Curve]:
     """The optimizers with the most steps in each run, about `MAX_CURVES` in total but at least one per run."""
-    found: list[tuple[str, Columns]] = []
+    found: list[tuple[str, Columns, Run]] = []
     per_run = max(1, MAX_CURVES // max(1, len(runs)))
     for run, name in zip(runs, names, strict=True):
         all_steps = columns(run)
@@ -114,8 +115,8 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> list[Curve]:
         for steps in sorted(longest, key=lambda steps: steps.optimizer):
             parts = [name] if len(runs) > 1 else []
             parts += [steps.label] if len(all_steps) > 1 else []
-            found.append((html.escape(clean(" · ".join(parts))), steps))
-    return [Curve(name, COLORS[i % len(COLORS)], steps) for i, (name, steps) in enumerate(found)]
+            found.append((html.escape(clean(" · ".join(parts))), steps, run))
+    return [Curve(name, COLORS[i % len(COLORS)], steps, run) for i, (name, steps, run) in enumerate(found)]
 
 
 def _curve_panel(
@@ -126,17 +127,27 @@ def _curve_panel(
     *,
     is_stair: bool = False,
 ) -> Panel | None:
-    """One curve per optimizer; None if there are fewer than two values or all are equal."""
-    finite = [values[np.isfinite(values)] for values in (values_of(curve.steps) for curve in curves)]
-    pooled = np.concatenate(finite) if finite else np.array([])
+    """One line per optimizer; None if there are fewer than two values or all are equal."""
+    lines = [(curve, curve.steps.step, values_of(curve.steps)) for curve in curves]
+    return _line_panel(lines, caption, text_of, is_stair=is_stair)
+
+
+def _line_panel(
+    lines: Sequence[tuple[Curve, NDArray[np.generic], Floats]],
+    caption: str,
+    text_of: Callable[[float], str] = number,
+    *,
+    is_stair: bool = False,
+) -> Panel | None:
+    pooled = np.concatenate([values for *_, values in lines]) if lines else np.array([])
+    pooled = pooled[np.isfinite(pooled)]
     if len(pooled) < 2 or np.ptp(pooled) == 0:
         return None
 
     def draw(fig: go.Figure, row: int) -> None:
-        for curve in curves:
-            steps, values = curve.steps, values_of(curve.steps)
+        for curve, steps, values in lines:
             keep = np.isfinite(values)
-            x, y = thin(steps.step[keep], values[keep])
+            x, y = thin(steps[keep], values[keep])
             fig.add_scatter(
                 x=x,
                 y=y,
@@ -229,34 +240,21 @@ def _mean_zeros(steps: Columns) -> Floats:
     return values
 
 
-def _metric_panels(runs: Sequence[Run], names: Sequence[str], *, limit: int = 8) -> list[Panel | None]:
-    """One panel for each of the first `limit` logged metrics."""
-    metrics = list(dict.fromkeys(name for run in runs for log in run.logs for name in log["values"]))[:limit]
-    return [_metric_panel(runs, names, metric) for metric in metrics]
+def _metric_panels(curves: Sequence[Curve], *, limit: int = 8) -> list[Panel | None]:
+    """One panel for each of the first `limit` logged metrics, with one line per run."""
+    by_run = {id(curve.run): curve for curve in reversed(curves)}
+    shown = [curve for curve in curves if by_run[id(curve.run)] is curve]
+    metrics = list(dict.fromkeys(name for curve in shown for log in curve.run.logs for name in log["values"]))[:limit]
+    return [_metric_panel(shown, metric) for metric in metrics]
 
 
-def _metric_panel(runs: Sequence[Run], names: Sequence[str], metric: str) -> Panel | None:
-    series = []
-    for run in runs:
-        points = [(log["step"], log["values"][metric]) for log in run.logs if metric in log["values"]]
-        series.append(np.array(points, dtype=np.float64).reshape(-1, 2))
-    pooled = np.concatenate([points[:, 1] for points in series])
-    pooled = pooled[np.isfinite(pooled)]
-    if len(pooled) < 2 or np.ptp(pooled) == 0:
-        return None
-
-    def draw(fig: go.Figure, row: int) -> None:
-        for i, (points, name) in enumerate(zip(series, names, strict=True)):
-            label = html.escape(clean(name)) if len(runs) > 1 else ""
-            x, y = thin(*points[np.isfinite(points[:, 1])].T)
-            line = {"color": COLORS[i % len(COLORS)], "width": 1.5}
-            text, hover = [number(value) for value in y], "step %{x}: %{text}<extra>" + label + "</extra>"
-            mode = "lines+markers" if len(x) < 40 else "lines"
-            fig.add_scatter(
-                x=x, y=y, mode=mode, line=line, showlegend=False, text=text, hovertemplate=hover, row=row, col=1
-            )
-
-    return Panel(html.escape(shorten(clean(metric), 40)) + " (logged)", CURVE_HEIGHT, draw)
+def _metric_panel(curves: Sequence[Curve], metric: str) -> Panel | None:
+    lines = []
+    for curve in curves:
+        points = [(log["step"], log["values"][metric]) for log in curve.run.logs if metric in log["values"]]
+        steps, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
+        lines.append((curve, steps, values))
+    return _line_panel(lines, html.escape(shorten(clean(metric), 40)) + " (logged)")
 
 
 def _log10(values: Floats) -> Floats:

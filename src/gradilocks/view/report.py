@@ -233,9 +233,9 @@ def write_page(paths: Sequence[Path | str], output: Path | str) -> Path:
     output = Path(output)
     reports = read_reports(paths)
     output.parent.mkdir(parents=True, exist_ok=True)
-    script = output.parent / f"plotly-{plotly.__version__}.min.js"
-    if not script.exists():
-        script.write_text(get_plotlyjs(), encoding="utf-8")
+    script, source = output.parent / f"plotly-{plotly.__version__}.min.js", get_plotlyjs().encode()
+    if not script.exists() or script.stat().st_size != len(source):  # A full disk may have cut it off.
+        script.write_bytes(source)
     plots = figure([report.run for report in reports], [report.name for report in reports])
     options = {"displayModeBar": False, "responsive": True}
     drawn = "" if plots is None else plots.to_html(full_html=False, include_plotlyjs=False, config=options)
