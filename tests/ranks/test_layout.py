@@ -97,6 +97,8 @@ def test_data_parallel_replicas_decide_alone_and_partial_ones_are_an_error() -> 
 def errors(rank: int) -> dict[str, Any]:
     grid, model = mesh_of((2, 2), ("dp", "tp")), nn.Linear(8, 8)
     found: dict[str, Any] = {}
+    params, names = params_of(tensor_parallel(grid["tp"]))
+    found["split rows"] = caught(lambda: layouts.check_rows_are_local(params, [1, 1, 16, 1, 8, 1], names))
     found["sub-mesh"] = caught(lambda: shares(tensor_parallel(grid["tp"])))
     found["not in mesh"] = caught(lambda: shares(tensor_parallel(grid["tp"]), mesh=grid["dp"]))
     found["unknown dimension"] = caught(lambda: shares(model, mesh=grid, distinct=("pp",)))
@@ -132,6 +134,7 @@ def test_layouts_that_cannot_be_known_are_errors() -> None:
             f"1.weight is a DTensor on ranks {tp} of 4. Pass mesh=, the DeviceMesh of all ranks that train the model, "
             'and distinct=("pp",) for pipeline stages.',
         )
+        assert "parts of rows of 1.bias, 2.weight. Pass" in found["split rows"][1]
         assert found["not in mesh"][1] == (
             f"1.weight is a DTensor on ranks {tp}, which is not a sub-mesh of mesh= (ranks {dp})."
         )

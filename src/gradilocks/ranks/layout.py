@@ -409,14 +409,16 @@ def check_rows_are_local(params: Sequence[Tensor], counts: Sequence[int], names:
         counts: number of rows of each; 0 if it is excluded.
         names: their names.
     """
+    split = []
     for param, count, name in zip(params, counts, names, strict=True):
         spec = dtensor_spec(param)
-        for placement in () if spec is None or not count else spec.placements:
-            if not placement.is_replicate() and (count == 1 or getattr(placement, "dim", None) != 0):
-                raise ValueError(
-                    f"{name} has placements {tuple(spec.placements)}, which split a row over ranks. AdaptiveClip needs "
-                    "whole rows: exclude the parameter with exclude=."
-                )
+        placements = [item for item in spec.placements if not item.is_replicate()] if spec is not None and count else []
+        if any(count == 1 or getattr(item, "dim", None) != 0 for item in placements):
+            split.append(name)
+    if split:
+        raise ValueError(
+            f"AdaptiveClip needs whole rows, but ranks hold parts of rows of {', '.join(split)}. Pass them in exclude=."
+        )
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
