@@ -33,9 +33,6 @@ from gradilocks.torch_private import is_fsdp1_shard, local_tensor, localized_spe
 
 ShareFunction = Callable[[str, Tensor], "float | None"]
 
-_warned = False
-"""True once this process has warned about plain parameters without `mesh=` and `share=`."""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -211,9 +208,7 @@ def _must_combine_norms(
         )
     if len(undeclared) < len(params) or any(dtensor_spec(p) is not None or is_fsdp1_shard(p) for p in params):
         return True
-    global _warned
-    if unwrapped and not _warned:
-        _warned = True
+    if unwrapped:
         warnings.warn(
             f"{world} ranks, plain parameters, no DistributedDataParallel: each rank decides from its own gradients, "
             "which is correct only if you average them yourself. Pass mesh=torch.distributed.group.WORLD to decide "
