@@ -419,6 +419,7 @@ class GradientControl:
             plan.names_by_rank = (plan.names,)
             return
         settings = {
+            "mesh=": "None" if plan.layout is None else f"{layout.size} ranks",
             "scale=": repr(self._state.policy),
             "clip=": repr(self._clip),
             "on_nonfinite=": self._on_nonfinite,

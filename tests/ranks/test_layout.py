@@ -97,6 +97,8 @@ def test_data_parallel_replicas_decide_alone_and_partial_ones_are_an_error() -> 
 def errors(rank: int) -> dict[str, Any]:
     grid, model = mesh_of((2, 2), ("dp", "tp")), nn.Linear(8, 8)
     found: dict[str, Any] = {}
+    params, names = params_of(tensor_parallel(grid["tp"]))
+    found["split rows"] = caught(lambda: layouts.check_rows_are_local(params, [1, 1, 16, 1, 8, 1], names))
     found["sub-mesh"] = caught(lambda: shares(tensor_parallel(grid["tp"])))
     found["not in mesh"] = caught(lambda: shares(tensor_parallel(grid["tp"]), mesh=grid["dp"]))
     found["unknown dimension"] = caught(lambda: shares(model, mesh=grid, distinct=("pp",)))
@@ -116,9 +118,8 @@ def errors(rank: int) -> dict[str, Any]:
     flat = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"), use_orig_params=True)
     found["FSDP1"] = caught(lambda: shares(flat))
     found["FSDP1, declared"] = shares(flat, share=lambda name, param: 1.0)
-    layouts._has_warned = False
     with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")  # Once per line of the user.
         found["nothing known"] = [shares(model), shares(model)]
     found["warnings"] = [str(each.message) for each in warned]
     return found
@@ -132,6 +133,7 @@ def test_layouts_that_cannot_be_known_are_errors() -> None:
             f"1.weight is a DTensor on ranks {tp} of 4. Pass mesh=, the DeviceMesh of all ranks that train the model, "
             'and distinct=("pp",) for pipeline stages.',
         )
+        assert "parts of rows of 1.bias, 2.weight. Pass" in found["split rows"][1]
         assert found["not in mesh"][1] == (
             f"1.weight is a DTensor on ranks {tp}, which is not a sub-mesh of mesh= (ranks {dp})."
         )

@@ -416,7 +416,8 @@ def different_replicas(rank: int) -> list[Any]:
     model = nn.parallel.DistributedDataParallel(seeded(Model))
     before = [param.detach().clone() for param in model.parameters()]
     found: list[Any] = []
-    for options, state in (({"clip": 1.0 + rank}, None), ({}, {"scale": 4.0 + 4.0 * rank})):
+    mesh = {"mesh": torch.distributed.group.WORLD} if rank else {}
+    for options, state in (({"clip": 1.0 + rank}, None), (mesh, None), ({}, {"scale": 4.0 + 4.0 * rank})):
         control = control_of(model, **options)
         if state is not None:
             control.load_state_dict(state)
@@ -432,8 +433,9 @@ def different_replicas(rank: int) -> list[Any]:
 
 
 def test_replicas_compare_settings_and_loaded_states() -> None:
-    for settings, state, step, later in world(2).run(different_replicas):
-        assert settings[0] == state[0] == later[0] == "RanksDiffer"
+    for settings, mesh, state, step, later in world(2).run(different_replicas):
+        assert settings[0] == mesh[0] == state[0] == later[0] == "RanksDiffer"
+        assert mesh[1].startswith("mesh= differs: None on rank 0, 2 ranks on rank 1. Construct")
         assert settings[1].startswith("clip= differs: (ClipByNorm(max_norm=1.0, order=2.0),) on rank 0, (ClipByNorm(")
         assert state[1].startswith("the loaded state differs: scale 4 at step 0 on rank 0, scale 8 at step 0 on rank 1")
         assert step == [False, False]

@@ -33,9 +33,6 @@ from gradilocks.torch_private import is_fsdp1_shard, local_tensor, localized_spe
 
 ShareFunction = Callable[[str, Tensor], "float | None"]
 
-_has_warned = False
-"""True once this process has warned about plain parameters without `mesh=` and `share=`."""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -211,9 +208,7 @@ def _must_combine_norms(
         )
     if len(undeclared) < len(params) or any(dtensor_spec(p) is not None or is_fsdp1_shard(p) for p in params):
         return True
-    global _has_warned
-    if unwrapped and not _has_warned:
-        _has_warned = True
+    if unwrapped:
         warnings.warn(
             f"{world} ranks, plain parameters, no DistributedDataParallel: each rank decides from its own gradients, "
             "which is correct only if you average them yourself. Pass mesh=torch.distributed.group.WORLD to decide "
@@ -409,14 +404,16 @@ def check_rows_are_local(params: Sequence[Tensor], counts: Sequence[int], names:
         counts: number of rows of each; 0 if it is excluded.
         names: their names.
     """
+    split = []
     for param, count, name in zip(params, counts, names, strict=True):
         spec = dtensor_spec(param)
-        for placement in () if spec is None or not count else spec.placements:
-            if not placement.is_replicate() and (count == 1 or getattr(placement, "dim", None) != 0):
-                raise ValueError(
-                    f"{name} has placements {tuple(spec.placements)}, which split a row over ranks. AdaptiveClip needs "
-                    "whole rows: exclude the parameter with exclude=."
-                )
+        placements = [item for item in spec.placements if not item.is_replicate()] if spec is not None and count else []
+        if any(count == 1 or getattr(item, "dim", None) != 0 for item in placements):
+            split.append(name)
+    if split:
+        raise ValueError(
+            f"AdaptiveClip needs whole rows, but ranks hold parts of rows of {', '.join(split)}. Pass them in exclude=."
+        )
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
