@@ -119,13 +119,7 @@ class _Session:
         from gradilocks.run.hooks import Hooks
         from gradilocks.run.step_observer import StepObserver
 
-        options, last_steps = self._options, {}
-        if options.append and self._path.exists():
-            from gradilocks.view.runfile import Run, follow
-
-            run = Run(self._path)
-            run.add(follow(self._path, 0)[0])
-            last_steps = {index: max(steps) for index, steps in run.steps.items() if steps}
+        options = self._options
         self._recorder = Recorder(
             self._path,
             detail_every=options.detail_every,
@@ -133,7 +127,13 @@ class _Session:
             source="run",
             command=self._command,
         )
-        observer = StepObserver(self._recorder, has_trace=options.has_trace, guard=options.guard, last_steps=last_steps)
+        observer = StepObserver(self._recorder, has_trace=options.has_trace, guard=options.guard)
+        if options.append and self._path.exists():
+            from gradilocks.view.runfile import Run, follow
+
+            run = Run(self._path)
+            run.add(follow(self._path, 0)[0])
+            observer.last_steps = {index: max(steps) for index, steps in run.steps.items() if steps}
         self._hooks = Hooks(observer)
         self._hooks.install()
 

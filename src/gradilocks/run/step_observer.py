@@ -6,7 +6,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -79,18 +79,12 @@ class StepObserver:
         recorder: writes the run file.
         has_trace: search for the origin of NaN and Inf by replay.
         guard: "skip", "stop" or None.
-        last_steps: number of the last step of each optimizer in a file that is continued.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        *,
-        has_trace: bool = True,
-        guard: str | None = None,
-        last_steps: Mapping[int, int] | None = None,
-    ) -> None:
-        self.recorder, self._last_steps = recorder, last_steps or {}
+    def __init__(self, recorder: Recorder, *, has_trace: bool = True, guard: str | None = None) -> None:
+        self.recorder = recorder
+        self.last_steps: dict[int, int] = {}
+        """Number of the last step of each optimizer in a file that is continued."""
         self.culprits: list[str] = []
         """Texts of the culprits, without repetitions."""
         self.calls = CallLog() if has_trace else None
@@ -362,8 +356,8 @@ class StepObserver:
             self._find_names(params)
         names = [self._name(param) or f"param {i}" for i, param in enumerate(params)]
         index = self.recorder.add_optimizer(type(optimizer).__name__, [optimizer], names)
-        last_step = self._last_steps.get(index, 0)
-        entry = _OptimizerEntry(index, weakref.ref(optimizer), signature, WeightSample(params), last_step)
+        step = self.last_steps.get(index, 0)
+        entry = _OptimizerEntry(index, weakref.ref(optimizer), signature, WeightSample(params), step)
         self._entries.append(entry)
         return entry
 
