@@ -116,7 +116,7 @@ def errors(rank: int) -> dict[str, Any]:
     flat = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"), use_orig_params=True)
     found["FSDP1"] = caught(lambda: shares(flat))
     found["FSDP1, declared"] = shares(flat, share=lambda name, param: 1.0)
-    layouts._has_warned = False
+    layouts._warned = False
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         found["nothing known"] = [shares(model), shares(model)]

@@ -33,7 +33,7 @@ from gradilocks.torch_private import is_fsdp1_shard, local_tensor, localized_spe
 
 ShareFunction = Callable[[str, Tensor], "float | None"]
 
-_has_warned = False
+_warned = False
 """True once this process has warned about plain parameters without `mesh=` and `share=`."""
 
 
@@ -211,9 +211,9 @@ def _must_combine_norms(
         )
     if len(undeclared) < len(params) or any(dtensor_spec(p) is not None or is_fsdp1_shard(p) for p in params):
         return True
-    global _has_warned
-    if unwrapped and not _has_warned:
-        _has_warned = True
+    global _warned
+    if unwrapped and not _warned:
+        _warned = True
         warnings.warn(
             f"{world} ranks, plain parameters, no DistributedDataParallel: each rank decides from its own gradients, "
             "which is correct only if you average them yourself. Pass mesh=torch.distributed.group.WORLD to decide "
