@@ -348,7 +348,7 @@ class GradientControl:
             if optimizer is only:
                 return (i,)
         raise ValueError(
-            f"only= must be one of the control's {len(self.optimizers)} optimizers, got another {type(only).__name__}."
+            f"this {type(only).__name__} is not an optimizer of the control. Pass it to GradientControl(...)."
         )
 
     def _plan(self, indices: tuple[int, ...]) -> StepPlan:

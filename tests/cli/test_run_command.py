@@ -142,9 +142,10 @@ def test_what_cannot_work_fails_in_one_line_before_the_script_starts(folder, opt
 
 
 def test_a_file_is_overwritten_or_continued_on_request(folder):
-    for option, headers in (("-q", 1), ("--append", 2), ("--overwrite", 1)):
+    for option, sessions in (("-q", 1), ("--append", 2), ("--overwrite", 1)):
         assert run_command("run", option, "-o", "a.jsonl", "train.py", cwd=folder).status == 0
-        assert len(records(folder / "a.jsonl", "header")) == headers
+        assert len(records(folder / "a.jsonl", "header")) == sessions
+        assert len(runfile.read(folder / "a.jsonl").steps[0]) == sessions * 40  # None is replaced.
 
 
 def test_a_culprit_is_named_at_the_end(folder):

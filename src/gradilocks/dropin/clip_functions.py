@@ -1,8 +1,8 @@
 """The clip functions of `torch.nn.utils`, with torch's arguments and, except for these differences, torch's results.
 
-Norms are accumulated in float64 and do not overflow, NaN or Inf leaves every gradient unchanged, a negative bound is an
-error, a parameter listed twice counts once, sparse gradients work, and DTensors on several meshes and plain tensors may
-be mixed. `norm_type` must be above 0.
+Norms are accumulated in float64 and do not overflow. NaN or Inf leaves every gradient unchanged. A parameter listed
+twice counts once. Sparse gradients work; DTensors on several meshes and plain tensors may be mixed. A negative bound is
+an error, and so is a `norm_type` of 0 or less.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from gradilocks.errors import RanksDiffer
 from gradilocks.ranks.layout import Layout, format_ranks
 
 RANK_ROW = ("power", "nonfinite", "first_bad", "loss", "has_loss", "largest", "scale", "step")
-"""Numbers of one rank and step, in float64: sum of share · norm ** p (the largest norm for p = inf), count of NaN and
-Inf, index of the last parameter in the list that has one, the first in backward order (-1 for none), loss, 1 if there
-is a loss, largest magnitude, scale (negative if `unscale_` was called), number of the step."""
+"""Numbers of one rank and step, in float64. power: sum of share · norm ** p; for p = inf the largest norm. nonfinite:
+number of NaN and Inf. first_bad: index of the first parameter in backward order that has one, which is the last in the
+list; -1 for none. scale: negative if `unscale_` was called."""
 
 
 def gather_rows(row: Tensor, layout: Layout) -> Tensor:

@@ -22,7 +22,7 @@ class Guard:
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
-        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._hidden_grads: list[tuple[Tensor, Tensor]] = []
 
     def apply(self, params: Sequence[Tensor], step: int, reason: str) -> None:
         """Hides the gradients. Called before a step with non-finite gradients.
@@ -34,13 +34,13 @@ class Guard:
             raise NonFiniteGradient(f"step {step}: {reason}. Stopped by --guard stop; parameters are unchanged.")
         for param in params:
             if param.grad is not None:
-                self._hidden.append((param, param.grad))
+                self._hidden_grads.append((param, param.grad))
                 param.grad = None
 
     def restore(self) -> bool:
         """Restores the hidden gradients; returns True if the step was skipped. Called after every step."""
-        was_skipped = bool(self._hidden)
-        for param, grad in self._hidden:
+        was_skipped = bool(self._hidden_grads)
+        for param, grad in self._hidden_grads:
             param.grad = grad
-        self._hidden.clear()
+        self._hidden_grads.clear()
         return was_skipped

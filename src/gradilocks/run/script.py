@@ -127,7 +127,14 @@ class _Session:
             source="run",
             command=self._command,
         )
-        self._hooks = Hooks(StepObserver(self._recorder, has_trace=options.has_trace, guard=options.guard))
+        observer = StepObserver(self._recorder, has_trace=options.has_trace, guard=options.guard)
+        if options.append and self._path.exists():
+            from gradilocks.view.runfile import Run, follow
+
+            run = Run(self._path)
+            run.add(follow(self._path, 0)[0])
+            observer.last_steps = {index: max(steps) for index, steps in run.steps.items() if steps}
+        self._hooks = Hooks(observer)
         self._hooks.install()
 
     def begin_control(self) -> None:

@@ -83,6 +83,8 @@ class StepObserver:
 
     def __init__(self, recorder: Recorder, *, has_trace: bool = True, guard: str | None = None) -> None:
         self.recorder = recorder
+        self.last_steps: dict[int, int] = {}
+        """Number of the last step of each optimizer in a file that is continued."""
         self.culprits: list[str] = []
         """Texts of the culprits, without repetitions."""
         self.calls = CallLog() if has_trace else None
@@ -356,7 +358,8 @@ class StepObserver:
             self._find_names(params)
         names = [self._name(param) or f"param {i}" for i, param in enumerate(params)]
         index = self.recorder.add_optimizer(type(optimizer).__name__, [optimizer], names)
-        entry = _OptimizerEntry(index, weakref.ref(optimizer), signature, WeightSample(params))
+        step = self.last_steps.get(index, 0)
+        entry = _OptimizerEntry(index, weakref.ref(optimizer), signature, WeightSample(params), step)
         self._entries.append(entry)
         return entry
 
