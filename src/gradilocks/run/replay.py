@@ -417,7 +417,8 @@ def _after_backward(replays: list[_Replay], bad: set[int], loss_value: str) -> C
     used = [param for replay in replays if replay.call.received for param in replay.call.module.parameters()]
     if not bad or any(not any(key in replay.norms for replay in replays) for key in bad):
         return _unknown("these gradients did not come through a tensor that a module call returned")
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    ranks = torch.distributed
+    if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
         return _unknown("the replay on this rank is finite: the NaN or Inf probably comes from another rank")
     for param in {id(param): param for param in used}.values():
         norms = [replay.norms[id(param)] for replay in replays if id(param) in replay.norms]
