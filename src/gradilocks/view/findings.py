@@ -622,8 +622,8 @@ def _is_warming_up(steps: Columns) -> bool:
 def zero_gradients(case: Case) -> Finding | None:
     """Most gradient elements of some tensors are exactly zero: dead units, or underflow.
 
-    This is normal for embeddings, experts and sparse models, so it is a warning only if all tensors are affected and
-    the loss did not fall.
+    This is normal for embeddings, experts and sparse models, so it is a warning only if half of the tensors are
+    affected, with all elements if they are one or two, and the loss did not fall.
     """
     steps = case.steps
     rows = steps.norm[steps.detail] > 0
@@ -636,7 +636,8 @@ def zero_gradients(case: Case) -> Finding | None:
     if not names:
         return None
     worst = max(names, key=lambda i: typical[i])
-    is_alarm = len(names) == len(weights) and len(steps.finite_loss) >= 10 and not case.has_improved
+    is_whole = len(names) > 2 or min(typical[i] for i in names) == 1
+    is_alarm = 2 * len(names) >= len(weights) and is_whole and len(steps.finite_loss) >= 10 and not case.has_improved
     return _finding(
         "warning" if is_alarm else "note",
         "The gradients of {tensors} of {weights:weight tensor} are mostly zero",
