@@ -89,7 +89,8 @@ class Outcome:
     def clipped(self) -> bool:
         """True if clipping changed the gradients; False for a skipped step.
 
-        With policies for groups, tensors or rows, pipeline stages and experts report their own gradients only.
+        With policies for groups or tensors, pipeline stages and experts report their own gradients only; with
+        AdaptiveClip, every rank its own rows.
         """
         return self._read("clipped") > 0
 
