@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 
@@ -332,6 +333,21 @@ for _ in range(30):
     )
     assert len(finished.steps) == 30
     assert len(finished.of_kind("optimizer")) <= 4
+
+
+def test_equal_optimizers_in_use_are_recorded_separately(tmp_path):
+    finished, _ = recorded(
+        """
+models = [torch.nn.Linear(4, 1) for _ in range(6)]
+optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+for _ in range(5):
+    for m, o in zip(models, optimizers):
+        m(torch.randn(2, 4)).square().mean().backward()
+        o.step()
+""",
+        tmp_path,
+    )
+    assert Counter(line["optimizer"] for line in finished.steps) == dict.fromkeys(range(6), 5)
 
 
 def test_a_script_without_gradients_at_a_step(tmp_path):

@@ -44,6 +44,14 @@ def test_a_problem_is_explained_with_its_culprit(tmp_path: Path) -> None:
     assert "culprit step 200: first NaN: log" in text
 
 
+def test_an_unknown_origin_is_said_once(tmp_path: Path) -> None:
+    plant = dict.fromkeys(range(200, 301), made.NAN_LOSS)
+    unknown = made.culprit(200, "origin unknown: a generator", known=False)
+    lines = [made.header(), made.optimizer(), *made.steps(plant=plant), unknown, made.end()]
+    text = printed(report.to_text([made.write(tmp_path / "run.jsonl", lines)]))
+    assert text.lower().count("origin unknown: a generator") == 1
+
+
 def test_several_runs_end_with_a_comparison(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / f"{name}.jsonl", label=f"train.py --seed {name}") for name in "12"]
     text = printed(report.to_text(paths))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import time
@@ -31,8 +32,8 @@ MAX_REPLAYS = 20
 """Non-finite steps replayed per run. A replay takes about as long as ten steps."""
 MAX_SEARCHES = 8
 """Searches for parameter names. Each takes 0.1 s, and some scripts create an optimizer for every batch."""
-MAX_EQUAL = 4
-"""Optimizers with the same class and shapes that are recorded separately."""
+COLLECT_AT = 16
+"""Number of existing optimizers of one class with the same shapes at which garbage is collected."""
 
 
 @dataclass(eq=False)
@@ -348,12 +349,12 @@ class StepObserver:
         params = parameters([optimizer])
         signature = type(optimizer), tuple(param.shape for param in params)
         equal = [entry for entry in self._entries if entry.signature == signature]
-        # Unused optimizers in a reference cycle still exist, so the oldest of MAX_EQUAL equal ones is replaced, too.
-        replaceable = [entry for entry in equal if entry.optimizer() is None] or equal[: len(equal) // MAX_EQUAL]
-        if replaceable:
-            replaceable[0].optimizer, replaceable[0].sample = weakref.ref(optimizer), WeightSample(params)
-            replaceable[0].used = None
-            return replaceable[0]
+        if len(equal) == COLLECT_AT and all(entry.optimizer() is not None for entry in equal):
+            gc.collect()  # An optimizer with an LR scheduler is in a reference cycle.
+        replaced = next((entry for entry in equal if entry.optimizer() is None), None)
+        if replaced is not None:
+            replaced.optimizer, replaced.sample, replaced.used = weakref.ref(optimizer), WeightSample(params), None
+            return replaced
         if not all(map(self._name, params)):
             self._find_names(params)
         names = [self._name(param) or f"param {i}" for i, param in enumerate(params)]

@@ -81,12 +81,15 @@ class Report:
 
     @cached_property
     def culprits(self) -> list[str]:
-        """Every culprit record as text."""
+        """Every culprit record as text, without unknown origins that a finding reports."""
         several_ranks = len({rank for _, _, rank in self.run.culprits}) > 1
-        return [
-            f"step {step:,}{f', rank {rank}' if several_ranks else ''}: {clean(record.get('text', ''))}"
-            for (step, _, rank), record in sorted(self.run.culprits.items())
-        ]
+        texts = " ".join(finding.text for finding in self.findings)
+        lines = []
+        for (step, _, rank), record in sorted(self.run.culprits.items()):
+            text = clean(record.get("text", ""))
+            if record.get("known") or text[1:] not in texts:
+                lines.append(f"step {step:,}{f', rank {rank}' if several_ranks else ''}: {text}")
+        return lines
 
     @cached_property
     def metrics(self) -> dict[str, float]:
