@@ -159,7 +159,9 @@ class FusedStep:
         begin, end = self._next_check, self._next_check + CHECKS_PER_STEP
         self._next_check = end if end < len(self._checks) else 0
         for state, param, entry, values, addresses in self._checks[begin:end]:
-            if state.get(param) is not entry or not all(map(is_, entry.values(), values)):
+            if state.get(param) is not entry or len(entry) != len(values):
+                return False
+            if not all(map(is_, entry.values(), values)):
                 return False
             if [value.data_ptr() if type(value) is Tensor else 0 for value in values] != addresses:
                 return False
