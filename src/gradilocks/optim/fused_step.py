@@ -234,9 +234,9 @@ class _CpuTables:
         for row in fused.rows:
             self._addresses.extend(row)
         self._table = torch.frombuffer(self._addresses, dtype=torch.int64)
-        self._sizes = torch.tensor(fused.reader.sizes, dtype=torch.int64)
-        self._groups = torch.tensor(fused.groups, dtype=torch.int32)
-        self._settings = torch.zeros(fused.group_count * SETTINGS, dtype=torch.float64)
+        self._sizes = torch.tensor(fused.reader.sizes, dtype=torch.int64, device="cpu")
+        self._groups = torch.tensor(fused.groups, dtype=torch.int32, device="cpu")
+        self._settings = torch.zeros(fused.group_count * SETTINGS, dtype=torch.float64, device="cpu")
         self._last_settings: list[float] = []
         self._steps: list[tuple[Any, list[bool]]] = []
         """The kernels, each with the parameters it steps."""
@@ -252,7 +252,7 @@ class _CpuTables:
         if skip is not None and bool(skip):
             return
         if settings != self._last_settings:
-            self._settings.copy_(torch.tensor(settings, dtype=torch.float64))
+            self._settings.copy_(torch.tensor(settings, dtype=torch.float64, device="cpu"))
             self._last_settings = settings
         number = 1.0 if divisor is None else float(divisor)
         for step, members in self._steps:
@@ -289,7 +289,8 @@ def _step_count(step: Any, device: torch.device) -> Tensor:
     """Adam's step count as the kernels need it: a float32 number on the device of the parameter."""
     if step is None:
         return torch.zeros((), dtype=torch.float32, device=device)
-    return torch.as_tensor(step, dtype=torch.float32).to(device, non_blocking=True)
+    count = step if isinstance(step, Tensor) else torch.tensor(step, device="cpu")
+    return count.to(device, torch.float32, non_blocking=True)
 
 
 def match_layout(value: Tensor | None, param: Tensor, dtype: torch.dtype, *, initial: Tensor | None = None) -> Tensor:

@@ -32,7 +32,11 @@ def update(optimizer: Any, tensors: Sequence[Tensor | None], decision: Decision,
     if skips_by_found_inf(optimizer) and (host_has_decided or not _host_must_read(optimizer, tensors, decision.skip)):
         _apply_per_tensor(decision, tensors, begin)
         needs_divisor = not host_has_decided or decision.divisor != 1.0
-        divisor = torch.as_tensor(decision.divisor, dtype=torch.float32) if needs_divisor else None
+        divisor = (
+            torch.as_tensor(decision.divisor, dtype=torch.float32, device=decision.skip.device)
+            if needs_divisor
+            else None
+        )
         with amp_attributes(optimizer, divisor, None if host_has_decided else decision.skip):
             optimizer.step()
         return
@@ -44,7 +48,7 @@ def update(optimizer: Any, tensors: Sequence[Tensor | None], decision: Decision,
 def apply_in_place(decision: Decision, tensors: Sequence[Tensor | None], begin: int = 0) -> None:
     """Unscales and clips the gradients in place."""
     _apply_per_tensor(decision, tensors, begin)
-    multiplier = torch.as_tensor(decision.multiplier, dtype=torch.float64)
+    multiplier = torch.as_tensor(decision.multiplier, dtype=torch.float64, device=decision.skip.device)
     for device, on_device in by_device(tensors):
         kernels.multiply_(on_device, multiplier.to(device))
 
