@@ -156,9 +156,8 @@ class HostStep:
         if inputs.updates_scale and not decision.is_skipped and self._tracker.value + 1 < self._growth_interval:
             self._tracker.value += 1
         elif inputs.updates_scale:
-            self._state.update_scale(
-                decision.overflow > 0, torch.tensor(math.nan, device="cpu")
-            )  # The rules ignore `largest`.
+            # The rules ignore `largest`.
+            self._state.update_scale(decision.overflow > 0, torch.tensor(math.nan, device="cpu"))
         return decision
 
 
