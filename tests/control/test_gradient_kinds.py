@@ -234,6 +234,14 @@ def test_fused_float16_gradients_are_unscaled_in_float32():
     assert_same(contents(optimizer), contents(plain))
 
 
+def test_the_first_step_of_fused_sgd_unscales_in_float32():
+    p = parameter(0.0, 0.0, dtype=torch.float16)
+    control = GradientControl(sgd(p, lr=1e5, momentum=0.9, fused=True), scale=65536.0)
+    control.backward((p.float() * 1e-8).sum())
+    control.step()
+    assert p.tolist() == pytest.approx([-1e-3] * 2, rel=1e-2)
+
+
 @pytest.mark.parametrize("clip", [None, 0.5, AdaptiveClip(0.05)])
 def test_complex_gradients_train_as_their_real_and_imaginary_parts(clip):
     torch.manual_seed(0)

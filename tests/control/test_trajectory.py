@@ -13,6 +13,7 @@ from torch import nn
 
 from control.given_gradients import (
     INF,
+    MAKERS,
     NAN,
     OPTIMIZERS,
     OWN_OPTIMIZERS,
@@ -179,3 +180,20 @@ def test_any_sequence_of_gradients_leaves_what_torchs_scaler_leaves(script, name
         scaler.update()
         assert outcome.skipped == (not all(map(math.isfinite, gradient)))
     assert_same(contents(mine)[0], contents(theirs)[0])
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_default_device_does_not_matter(name, device):
+    p = parameter(1.0, 2.0, device=device)
+    optimizer = MAKERS[name]([p])
+    control = GradientControl(optimizer, scale=4.0, clip=1.0, give_up_after=2)
+    schedule = control.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    losses = [loss_giving((p, g)) for g in (1.0, NAN, 2.0)]
+    with torch.device("meta" if device == "cpu" else device):
+        for loss in losses:
+            control.zero_grad()
+            control.backward(loss)
+            outcome = control.step()
+            schedule.step()
+    assert (outcome.step, outcome.skipped, outcome.norm) == (3, False, pytest.approx(2.0 * 2**0.5))
+    assert bool((p < torch.tensor([1.0, 2.0], device=device)).all())

@@ -60,6 +60,7 @@ def test_strides_of_dimensions_of_size_one_do_not_matter(reader_class, params):
         (0, lambda grad: grad.to("meta")),
         (1, lambda grad: grad.contiguous()),
         (1, lambda grad: grad.to_sparse()),
+        (3, lambda grad: torch.view_as_complex(torch.ones(2)).conj().imag),
         (4, lambda grad: grad.to(torch.float16)),
     ],
 )

@@ -205,3 +205,12 @@ def test_a_deep_copy_continues_on_its_own(device):
     assert not twins.have_same_bits(twins.snapshot(copied)[0], twins.snapshot(optimizer)[0])
     twins.run(optimizer, 1, first=2)
     assert twins.have_same_bits(twins.snapshot(copied), twins.snapshot(optimizer))
+
+
+def test_a_lazily_negated_gradient_keeps_its_sign(device):
+    param = torch.nn.Parameter(torch.ones((), device=device))
+    torch.complex(torch.zeros_like(param), param).conj().mul(2.0).imag.backward()
+    assert param.grad.is_neg()
+    assert param.grad == -2.0
+    optim.SGD([param], lr=0.1).step()
+    assert param.item() == pytest.approx(1.2)

@@ -104,6 +104,7 @@ CHANGES = {
     ),
     "moved parameters": lambda optimizer, params: move(params),
     "cleared state": lambda optimizer, params: optimizer.state.clear(),
+    "cleared state of a parameter": lambda optimizer, params: optimizer.state[params[3]].clear(),
     "replaced state": lambda optimizer, params: replace_state(optimizer, params[3]),
     # In a model of more than 8 tensors it takes a few steps, as documented.
     "replaced moment": lambda optimizer, params: optimizer.state[params[3]].update(exp_avg=torch.zeros_like(params[3])),

@@ -74,6 +74,7 @@ class AddressReader:
         self._total_sizes = list(map(Tensor.numel, params))
         self._placements = list(map(_placements_of, params)) if any(map(is_dtensor, params)) else None
         self._are_dense = all(map(is_dense, tensors))
+        self._single = [i for i, size in enumerate(self._total_sizes) if size == 1]
         self._layouts = list(map(_layout_of, tensors))
         self._addresses = array("q", bytes(8 * len(tensors)))
         begins = array("q", [0])
@@ -99,6 +100,10 @@ class AddressReader:
             RuntimeError: if the storage of a tensor was freed.
         """
         if not self._are_dense:
+            return None
+        # Autograd may store a lazy negation, whose memory has the other sign, only for a single element: others are
+        # copied into the layout of the parameter.
+        if any(tensors[i] is not None and tensors[i].is_neg() for i in self._single):
             return None
         if self._placements is not None:
             pairs = list(zip(tensors, self._placements, strict=True))

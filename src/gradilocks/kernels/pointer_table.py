@@ -61,7 +61,7 @@ def upload(
         keep: receives the pinned buffer. A copy captured in a CUDA graph reads it at each replay.
     """
     dtype = {"q": torch.int64, "d": torch.float64, "i": torch.int32}[numbers.typecode]
-    source = torch.frombuffer(numbers, dtype=dtype) if numbers else torch.zeros(0, dtype=dtype)
+    source = torch.frombuffer(numbers, dtype=dtype) if numbers else torch.zeros(0, dtype=dtype, device="cpu")
     if device.type == "cuda":
         source = torch.empty_like(source, pin_memory=True).copy_(source)
         if keep is not None:

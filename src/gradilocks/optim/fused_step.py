@@ -159,7 +159,9 @@ class FusedStep:
         begin, end = self._next_check, self._next_check + CHECKS_PER_STEP
         self._next_check = end if end < len(self._checks) else 0
         for state, param, entry, values, addresses in self._checks[begin:end]:
-            if state.get(param) is not entry or not all(map(is_, entry.values(), values)):
+            if state.get(param) is not entry or len(entry) != len(values):
+                return False
+            if not all(map(is_, entry.values(), values)):
                 return False
             if [value.data_ptr() if type(value) is Tensor else 0 for value in values] != addresses:
                 return False
@@ -270,7 +272,8 @@ def _step_count(step: Any, device: torch.device) -> Tensor:
     """Adam's step count as the kernels need it: a float32 number on the device of the parameter."""
     if step is None:
         return torch.zeros((), dtype=torch.float32, device=device)
-    return torch.as_tensor(step, dtype=torch.float32).to(device, non_blocking=True)
+    count = step if isinstance(step, Tensor) else torch.tensor(step, device="cpu")
+    return count.to(device, torch.float32, non_blocking=True)
 
 
 def match_layout(value: Tensor | None, param: Tensor, dtype: torch.dtype, *, initial: Tensor | None = None) -> Tensor:

@@ -89,6 +89,9 @@ class SinglePassOptimizer(torch.optim.Optimizer):
 
     def _call_torch_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         params = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
+        for param, _ in params:
+            if param.grad.is_neg():  # A lazy negation, which torch's fused steps refuse.
+                param.grad = param.grad.resolve_neg()
         fused = [group["fused"] for group in self.param_groups]
         is_fused = all(fused) and _are_contiguous([param for param, _ in params], self.state)
         with_momentum = [param for param, group in params if group.get("momentum")]

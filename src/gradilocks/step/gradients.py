@@ -117,7 +117,7 @@ def largest_finite(tensors: Sequence[Tensor | None]) -> float:
 @lru_cache(maxsize=64)
 def device_indices(indices: tuple[int, ...], device: torch.device) -> Tensor:
     """An int64 tensor of these indices on `device`, copied there once without a synchronization."""
-    return copy_to(torch.tensor(indices, dtype=torch.int64), device)
+    return copy_to(torch.tensor(indices, dtype=torch.int64, device="cpu"), device)
 
 
 def params_without_momentum(optimizer: torch.optim.SGD) -> list[Tensor]:

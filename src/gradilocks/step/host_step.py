@@ -23,7 +23,7 @@ from gradilocks.step.measure import statistics_of
 from gradilocks.step.state import StepState
 
 _FLOAT32 = torch.finfo(torch.float32)
-_FLAGS = torch.zeros(()), torch.ones(())  # The skip flag for False and for True.
+_FLAGS = torch.zeros((), device="cpu"), torch.ones((), device="cpu")  # The skip flag for False and for True.
 _TYPES = {torch.int32: ctypes.c_int32, torch.int64: ctypes.c_int64, torch.float32: ctypes.c_float}
 
 
@@ -76,7 +76,7 @@ def decide_on_host(
         multiplier=multiplier,
         divisor=min(1.0 / multiplier, _FLOAT32.max) if multiplier else math.inf,
         overflow=_FLAGS[skipped],  # ClipByNorm rejects no step, so every skipped one overflowed.
-        row=partial(torch.tensor, row, dtype=torch.float64),
+        row=partial(torch.tensor, row, dtype=torch.float64, device="cpu"),
         statistics=statistics,
         is_skipped=skipped,
     )
@@ -156,7 +156,8 @@ class HostStep:
         if inputs.updates_scale and not decision.is_skipped and self._tracker.value + 1 < self._growth_interval:
             self._tracker.value += 1
         elif inputs.updates_scale:
-            self._state.update_scale(decision.overflow > 0, torch.tensor(math.nan))  # The rules ignore `largest`.
+            # The rules ignore `largest`.
+            self._state.update_scale(decision.overflow > 0, torch.tensor(math.nan, device="cpu"))
         return decision
 
 

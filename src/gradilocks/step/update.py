@@ -28,12 +28,19 @@ def update(optimizer: Any, tensors: Sequence[Tensor | None], decision: Decision,
     """
     if decision.is_skipped:
         return
-    host_has_decided = decision.is_skipped is not None
-    if skips_by_found_inf(optimizer) and (host_has_decided or not _host_must_read(optimizer, tensors, decision.skip)):
+    found_inf = decision.skip if decision.is_skipped is None else None
+    # torch copies `grad_scale` and `found_inf` to the device of the gradients without waiting.
+    is_on_one_device = found_inf is None or {found_inf.device}.issuperset(device for device, _ in by_device(tensors))
+    if skips_by_found_inf(optimizer) and is_on_one_device:
+        if found_inf is not None and _creates_momentum(optimizer):
+            if bool(found_inf):
+                return
+            found_inf = None
         _apply_per_tensor(decision, tensors, begin)
-        needs_divisor = not host_has_decided or decision.divisor != 1.0
-        divisor = torch.as_tensor(decision.divisor, dtype=torch.float32) if needs_divisor else None
-        with amp_attributes(optimizer, divisor, None if host_has_decided else decision.skip):
+        divisor: Tensor | None = None
+        if isinstance(decision.divisor, Tensor) or decision.divisor != 1.0:
+            divisor = torch.as_tensor(decision.divisor, dtype=torch.float32, device=decision.skip.device)
+        with amp_attributes(optimizer, divisor, found_inf):
             optimizer.step()
         return
     if not bool(decision.skip):  # The host reads the flag: this optimizer cannot skip by itself.
@@ -44,7 +51,7 @@ def update(optimizer: Any, tensors: Sequence[Tensor | None], decision: Decision,
 def apply_in_place(decision: Decision, tensors: Sequence[Tensor | None], begin: int = 0) -> None:
     """Unscales and clips the gradients in place."""
     _apply_per_tensor(decision, tensors, begin)
-    multiplier = torch.as_tensor(decision.multiplier, dtype=torch.float64)
+    multiplier = torch.as_tensor(decision.multiplier, dtype=torch.float64, device=decision.skip.device)
     for device, on_device in by_device(tensors):
         kernels.multiply_(on_device, multiplier.to(device))
 
@@ -117,17 +124,13 @@ def can_bypass_step(optimizer: Any) -> bool:
     )
 
 
-def _host_must_read(optimizer: Any, tensors: Sequence[Tensor | None], skip: Tensor) -> bool:
-    """True if the host must read the skip flag for this step, because torch's fused step would skip incorrectly.
+def _creates_momentum(optimizer: Any) -> bool:
+    """True if torch's fused SGD is about to allocate momentum buffers, which it leaves uninitialized if it skips.
 
-    Fused SGD without momentum buffers: torch allocates them uninitialized, and a skipped step leaves them so; the next
-    step would add garbage to the weights (20 of 20 runs with torch 2.13). Gradients on another device than the flag:
-    torch copies the flag there without waiting.
+    The next step would add garbage to the weights (20 of 20 runs with torch 2.13), so the host reads the flag.
     """
     is_torch_sgd = isinstance(optimizer, torch.optim.SGD) and not isinstance(optimizer, SinglePassOptimizer)
-    if is_torch_sgd and params_without_momentum(optimizer):
-        return True
-    return any(tensor is not None and tensor.device != skip.device for tensor in tensors)
+    return is_torch_sgd and bool(params_without_momentum(optimizer))
 
 
 @contextmanager
