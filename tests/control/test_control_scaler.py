@@ -113,7 +113,7 @@ def test_calls_out_of_order_raise_as_torchs_do():
     scaler.update()
     with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
         scaler.step(optimizer, lambda: None)
-    with pytest.raises(ValueError, match="only="):
+    with pytest.raises(ValueError, match="not an optimizer of the control"):
         scaler.step(torch.optim.SGD([parameter(1.0)], lr=1.0))
 
 

@@ -252,20 +252,6 @@ def diffusion_model() -> None:
 
 
 @healthy
-def contrastive_pairs() -> None:
-    encoder = mlp(16, 64, 32)
-    temperature = nn.Parameter(torch.tensor(math.log(10.0)))
-    optimizer = torch.optim.AdamW([*encoder.parameters(), temperature], lr=1e-3)
-    for _ in range(150):
-        points, _ = classes(32, noise=2.0)
-        views = [points + 0.3 * torch.randn_like(points) for _ in range(2)]
-        one, other = (F.normalize(encoder(view), dim=1) for view in views)
-        logits = temperature.exp() * one @ other.T
-        loss = F.cross_entropy(logits, torch.arange(32))
-        update(optimizer, loss)
-
-
-@healthy
 def variational_autoencoder() -> None:
     encode, decode = mlp(16, 32, 8), mlp(4, 32, 16)
     optimizer = torch.optim.Adam([*encode.parameters(), *decode.parameters()], lr=3e-3)
@@ -279,39 +265,6 @@ def variational_autoencoder() -> None:
 
 
 # --- reinforcement learning ----------------------------------------------------------------------
-
-
-@healthy
-def policy_gradient() -> None:
-    policy = mlp(4, 32, 3)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
-    baseline = 0.0
-    for _ in range(150):
-        state = torch.randn(32, 4)
-        chosen = torch.distributions.Categorical(logits=policy(state))
-        action = chosen.sample()
-        reward = (action == state[:, :3].argmax(1)).float()
-        loss = -(chosen.log_prob(action) * (reward - baseline)).mean()
-        baseline = 0.9 * baseline + 0.1 * float(reward.mean())
-        update(optimizer, loss)
-
-
-@healthy
-def q_learning() -> None:
-    online = mlp(3, 32, 2)
-    target = copy.deepcopy(online)
-    optimizer = torch.optim.Adam(online.parameters(), lr=2e-3)
-    for step in range(300):
-        state, action = torch.randn(32, 3), torch.randint(2, (32,))
-        following = 0.9 * state + 0.2 * torch.randn(32, 3)
-        reward = state[:, 0] * (action * 2 - 1)
-        with torch.no_grad():
-            target_value = reward + 0.9 * target(following).max(1).values
-        value = online(state).gather(1, action[:, None]).squeeze(1)
-        loss = F.smooth_l1_loss(value, target_value)
-        update(optimizer, loss)
-        if step % 20 == 0:
-            target.load_state_dict(online.state_dict())
 
 
 def pretrain(model: nn.Module, steps: int, *, lr: float, noise: float = 1.0) -> None:
@@ -381,16 +334,6 @@ def differential_equation() -> None:
 
 
 @healthy
-def warm_restarts() -> None:
-    model = mlp(16, 64, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=50)
-    for _ in range(200):
-        classify(1, optimizer, model, rows=16, noise=3.0)
-        schedule.step()
-
-
-@healthy
 def lbfgs_with_a_closure() -> None:
     model = mlp(2, 16, 1, activation=nn.Tanh)
     x = torch.rand(64, 2)
@@ -405,19 +348,6 @@ def lbfgs_with_a_closure() -> None:
 
     for _ in range(40):
         optimizer.step(closure)
-
-
-@healthy
-def averaged_weights() -> None:
-    model = mlp(16, 32, 4)
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    schedule = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=5)
-    for step in range(200):
-        classify(1, optimizer, model)
-        if step >= 100 and step % 5 == 0:
-            averaged.update_parameters(model)
-            schedule.step()
 
 
 @healthy
@@ -542,14 +472,6 @@ def model_agnostic_meta_learning() -> None:
             for param, copied in zip(model.parameters(), fast.parameters(), strict=True):
                 param.grad = copied.grad.clone() if param.grad is None else param.grad + copied.grad
         outer.step()
-
-
-@healthy
-def a_curriculum_that_gets_harder() -> None:
-    model = mlp(16, 64, 4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for step in range(400):
-        classify(1, optimizer, model, noise=0.1 if step < 200 else (step - 160) / 40)
 
 
 @healthy
