@@ -248,6 +248,20 @@ def physics_script():
     train(model, loss_of)
 
 
+def physics_second_derivative():
+    """The NaN of the second derivative enters the encoder's gradient, which no code of the script has touched."""
+    encoder = nn.Linear(4, 4)
+    model = Physics(lambda x: (x * (0 if is_now() else 1)).abs() ** 1.5 + x)
+    model.add_module("encoder", encoder)
+
+    def loss_of(x, y):
+        x.requires_grad_()
+        (slope,) = torch.autograd.grad(model(torch.cat([x + encoder(x)])).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+    train(model, loss_of)
+
+
 def train_with_closures(make_optimizer):
     model = around(lambda x: x / (x - x))
     optimizer = make_optimizer(model.parameters())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, ValuesView
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Hooks:
             self._patch(functions, name, replacement)
             self._patch(torch.nn.utils, name, replacement)
         self._patch(torch.autograd, "backward", self._around(torch.autograd.backward, self._backward))
+        self._patch(torch.autograd, "grad", self._around(torch.autograd.grad, self._grad))
         scaler = torch.amp.GradScaler
         for name, method in (("scale", self._scale), ("unscale_", self._unscale), ("step", self._scaler_step)):
             self._patch(scaler, name, self._around(getattr(scaler, name), method))
@@ -102,6 +103,13 @@ class Hooks:
     def _backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         self.notify(self._observer.begin_backward, tensors)
         return original(tensors, *args, **kwargs)
+
+    def _grad(self, original: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = tuple(inputs) if isinstance(inputs, (Iterator, ValuesView)) else inputs
+        results = original(outputs, inputs, *args, **kwargs)
+        if self._observer.calls is not None:
+            self.notify(self._observer.calls.note_gradients, inputs, results)
+        return results
 
     def _clip(self, original: Callable[..., Any], parameters: Any, limit: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self._is_clipping:

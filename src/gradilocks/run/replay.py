@@ -17,6 +17,7 @@ import random
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -149,6 +150,9 @@ class CallLog:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.is_truncated = False
+        self.slopes: deque[tuple[Tensor, list[Tensor | None]]] = deque(maxlen=MAX_CALLS)
+        """Norms of each result of `torch.autograd.grad(create_graph=True)` and of the gradients that it received; None
+        for those of a backward pass that creates a graph itself."""
         self.finite_step: list[tuple[weakref.ref[nn.Module], bool, list[Tensor]]] = []
         """Module, `has_grad` and norms of the outputs of each call before the last step, if that step was finite."""
         self._has_stepped = self._was_finite = False
@@ -201,6 +205,17 @@ class CallLog:
         for call in self.calls:
             call.precedes_backward = True
 
+    def note_gradients(self, inputs: Any, results: Any) -> None:
+        """Called after `torch.autograd.grad`."""
+        # Modules may use computed inputs as weights, as in MAML: then nothing can be said about the step.
+        factor = 1 if all(tensor.grad_fn is None for tensor in tensors_in(inputs)) else math.nan
+        for result in tensors_in(results):
+            if result.grad_fn is not None:
+                received: list[Tensor | None] = []
+                self.slopes.append((_norm(result) * factor, received))
+                note = received.append
+                result.register_hook(lambda grad, note=note: note(None if torch.is_grad_enabled() else _norm(grad)))  # type: ignore[no-untyped-call]
+
     def note_step(self, *, is_finite: bool) -> None:
         """Called after an optimizer step. Earlier calls are dropped when the next call begins."""
         self._has_stepped, self._was_finite = True, is_finite
@@ -211,6 +226,7 @@ class CallLog:
             self.finite_step = finished if self._was_finite else []
             self.calls = [call for call in self.calls if call.is_pending]
             self._has_stepped = self.is_truncated = False
+            self.slopes.clear()
         if len(self.calls) >= MAX_CALLS:
             # Evaluation and transforms of the data run many calls without gradients between two steps.
             idle = next((i for i, call in enumerate(self.calls) if not call.has_graph), None)
@@ -315,7 +331,7 @@ def find_culprit(log: CallLog, params: Sequence[Tensor], names: Mapping[nn.Modul
     try:
         calls = [call for call in log.calls if call.precedes_backward] or log.calls
         replays = [_replay(call, names, _harmless(call, log)) for call in calls]
-        culprit = _conclude(replays, params, is_truncated=log.is_truncated, loss_value=loss_value)
+        culprit = _conclude(replays, params, log, loss_value)
     except Exception as error:  # Tensors of torch.func cannot be read, for example.
         culprit = _unknown(f"the search raised {type(error).__name__}: {error}")
     finally:
@@ -331,7 +347,7 @@ def find_culprit(log: CallLog, params: Sequence[Tensor], names: Mapping[nn.Modul
     return culprit
 
 
-def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, is_truncated: bool, loss_value: str) -> Culprit:
+def _conclude(replays: list[_Replay], params: Sequence[Tensor], log: CallLog, loss_value: str) -> Culprit:
     """The earliest origin that the replays connect to the parameters' gradients."""
     if not replays:
         return _unknown("no module was called since the last step")
@@ -370,15 +386,18 @@ def _conclude(replays: list[_Replay], params: Sequence[Tensor], *, is_truncated:
         for replay in replays
         if (replay.harmless and found) or (replay.was_nonfinite and replay not in used)
     ]
+    value = loss_value
     if any(replay.call.is_differentiated_twice for replay in replays):
-        doubts.append("the step differentiates gradients, which a replay does not repeat")
-    if doubts or is_truncated:
+        value = _value_from_script(replays, log, loss_value)
+        found = bool(value)
+        doubts += [] if value else ["the step differentiates gradients, which a replay does not repeat"]
+    if doubts or log.is_truncated:
         return _unknown(doubts[0] if doubts else f"more than {MAX_CALLS} module calls since the last step")
     if found:
         for replay in reversed(replays):
             if replay.input_gradient is not None and replay.input_gradient.source != "received":
                 return culprit_from(replay.input_gradient)
-        return _after_modules(replays, loss_value)
+        return _after_modules(replays, loss_value, value)
     return _after_backward(replays, bad, loss_value)
 
 
@@ -399,12 +418,29 @@ def _not_reproduced(replay: _Replay) -> Culprit:
     return _unknown(f"an output of {name} is NaN or Inf, but {why}")
 
 
-def _after_modules(replays: list[_Replay], loss_value: str) -> Culprit:
+def _value_from_script(replays: list[_Replay], log: CallLog, loss_value: str) -> str:
+    """The value if the script's own code made NaN or Inf of finite results of `torch.autograd.grad`, otherwise ""."""
+    if not 0 < len(log.slopes) < MAX_CALLS or _nonfinite([norm for norm, _ in log.slopes]):
+        return ""
+    twice = [replay.call for replay in replays if replay.call.is_differentiated_twice]
+    used = [(call.args, call.kwargs, _tensors_by_attribute(call.module)) for call in twice]
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(used)]
+    for node in nodes if not loss_value else ():
+        # The second derivatives of a module enter the gradients of everything that its inputs and attributes depend on.
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return ""
+        nodes += [parent for parent, _ in getattr(node, "next_functions", ()) if parent not in nodes]
+    norms = [norm for _, received in log.slopes if None not in received for norm in received if norm is not None]
+    norms += [_norm(grad) for replay in replays if replay.call not in twice for grad in _received(replay.call)]
+    return loss_value or next((value for norm in norms for value in nonfinite_values(norm)), "")
+
+
+def _after_modules(replays: list[_Replay], loss_value: str, value: str = "") -> Culprit:
     """The culprit if the outputs of all modules are finite and the gradient that they receive is not."""
     received = [
         (replay, value) for replay in replays for grad in _received(replay.call) for value in nonfinite_values(grad)
     ]
-    last, value = received[-1] if received else (replays[-1], loss_value)
+    last, value = received[-1] if received else (replays[-1], value)
     name, phase = type(last.call.module).__name__, "forward" if loss_value else "backward"
     value = loss_value or value
     text = f"first {value}: in the script's own code after {name} ({phase}); the outputs of all modules are finite, "
