@@ -310,13 +310,13 @@ class Recorder:
 
 
 class WeightSample:
-    """Up to 256 elements of each parameter before and after a step, to estimate the size of its update.
+    """Up to 128 elements of each parameter before and after a step, to estimate the size of its update.
 
     Args:
         params: the parameters.
     """
 
-    _COUNT = 256
+    _COUNT = 128
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
@@ -341,11 +341,12 @@ class WeightSample:
             return torch.full((len(self._params),), math.nan)
         before, after = self._before.double(), self._sample().double()
         self._before = None
-        squares = torch.stack([(after - before).square(), before.square()])
         if self._segments is None:
             counts = torch.tensor([min(size, self._COUNT) for size in self.sizes])
-            self._segments = torch.repeat_interleave(torch.arange(len(counts)), counts).to(squares.device)
-        sums = squares.new_zeros(2, len(self._params)).index_add_(1, self._segments, squares)
+            self._segments = torch.repeat_interleave(torch.arange(len(counts)), counts).to(before.device)
+        sums = before.new_zeros(2, len(self._params))
+        sums[0].index_add_(0, self._segments, after.sub_(before).square_())
+        sums[1].index_add_(0, self._segments, before.square_())
         updates = (sums[0] / sums[1]).sqrt()
         if sparse := [i for i, param in enumerate(self._params) if param.grad is not None and param.grad.is_sparse]:
             updates[sparse] = math.nan
@@ -362,7 +363,7 @@ class WeightSample:
         return torch.cat([view if view.device == device else view.to(device) for view in self._views])
 
     def _view(self, tensor: Tensor, size: int) -> Tensor:
-        """Up to 256 elements. Parameters are dense in memory; the order of their elements does not matter here."""
+        """Up to 128 elements. Parameters are dense in memory; the order of their elements does not matter here."""
         count = min(size, self._COUNT)
         view = tensor.as_strided((count,), (size // count,)) if tensor.numel() else tensor.new_zeros(1)
         return view.real if view.is_complex() else view

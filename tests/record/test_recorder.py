@@ -134,7 +134,7 @@ def test_updates_are_the_relative_change_of_the_weights(tmp_path):
 
 
 def test_a_sparse_gradient_has_no_update():
-    """A step changes few rows of a large table, mostly none of the 256 sampled elements."""
+    """A step changes few rows of a large table, mostly none of the 128 sampled elements."""
     table = torch.nn.Embedding(100_000, 4, sparse=True)
     table(torch.tensor([7])).sum().backward()
     sample = WeightSample([table.weight])

@@ -271,7 +271,7 @@ def _largest_update(steps: Columns) -> float:
 
 
 def _dense_updates(steps: Columns) -> Floats:
-    """The updates; NaN where most of the gradient is zero: they are estimated from 256 elements of each tensor."""
+    """The updates; NaN where most of the gradient is zero: they are estimated from 128 elements of each tensor."""
     return np.where(steps.zeros > 0.9, np.nan, steps.updates)
 
 
