@@ -38,7 +38,8 @@ def chosen_rows(rows: list[dict[str, Any]], workload: str, mode: str) -> dict[st
 
 
 def milliseconds(row: dict[str, Any]) -> str:
-    return f"{row['ms']['wall']['median']:.3g}"
+    median = row["ms"]["wall"]["median"]
+    return f"{median:,.0f}" if median >= 1000 else f"{median:.3g}"
 
 
 def size_of(workload: str) -> str:
@@ -70,7 +71,7 @@ def plain_table(name: str) -> str:
     """One line for each row of a file; in parentheses the speed relative to the contender without Gradilocks."""
     content = load(name)
     lines = ["| workload | | contender | ms | |", "|---|---|---|---|---|"]
-    for row in content["rows"]:
+    for row in (row for row in content["rows"] if not row["contender"].startswith("0.2")):
         ratio = f" ({row['faster']['wall']:.2f}×)" if row["faster"] else ""
         contender = row["contender"].removeprefix("0.3 ")
         cells = (row["workload"], row["mode"], contender, milliseconds(row) + ratio, row["error"] or row["note"])
