@@ -257,7 +257,7 @@ def audit(
         ('fp16', 2048.0)
     """
     if isinstance(batches, Tensor):
-        raise TypeError("batches must be an iterable of batches, got a tensor. For one batch write [batch].")
+        raise GradilocksError("batches must be an iterable of batches, got a tensor. For one batch write [batch].")
     counter = _GradientCounter(model)
     batch_count = 0
     with contextlib.closing(counter), _unchanged(model), run_eagerly(), torch.enable_grad():
@@ -272,7 +272,7 @@ def audit(
             model.zero_grad(set_to_none=True)
             batch_count += 1
     if not batch_count:
-        raise ValueError("batches is empty. Pass at least one batch.")
+        raise GradilocksError("batches is empty. Pass at least one batch.")
     return counter.result(batch_count, label=label)
 
 
@@ -309,7 +309,7 @@ class _GradientCounter:
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+            raise GradilocksError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
         for name, param in model.named_parameters():
             if hasattr(param, "to_local") or is_fsdp1_shard(param):
                 raise GradilocksError(f"{name} is sharded. Audit the whole model in one process.")

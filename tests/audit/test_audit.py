@@ -263,12 +263,12 @@ def test_a_loss_function_that_trains_is_an_error():
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        ((mlp(), loss_of, []), {}, ValueError, "batches is empty"),
+        ((mlp(), loss_of, []), {}, GradilocksError, "batches is empty"),
         ((mlp(), lambda m, x: 3.0, BATCHES), {}, GradilocksError, "one element, got float"),
         ((mlp(), lambda m, x: torch.ones(2, 3), BATCHES), {}, GradilocksError, r"one element, got shape \(2, 3\)"),
         ((mlp(), lambda m, x: torch.ones(()), BATCHES), {}, NoGradients, "does not depend on parameters"),
-        ((mlp(), loss_of, BATCHES[0]), {}, TypeError, r"write \[batch\]"),
-        ((loss_of, loss_of, BATCHES), {}, TypeError, r"model must be a torch\.nn\.Module, got function"),
+        ((mlp(), loss_of, BATCHES[0]), {}, GradilocksError, r"write \[batch\]"),
+        ((loss_of, loss_of, BATCHES), {}, GradilocksError, r"model must be a torch\.nn\.Module, got function"),
         ((mlp(), lambda m, x: torch.ones((), requires_grad=True) * 2, BATCHES), {}, NoGradients, "no parameter"),
     ],
 )
