@@ -150,9 +150,9 @@ class CallLog:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.is_truncated = False
-        self.slopes: deque[tuple[Tensor, list[Tensor | None]]] = deque(maxlen=MAX_CALLS)
-        """Norms of each result of `torch.autograd.grad(create_graph=True)` and of the gradients that it received; None
-        for those of a backward pass that creates a graph itself."""
+        self.derivatives: deque[tuple[Tensor, list[Tensor | None]]] = deque(maxlen=MAX_CALLS)
+        """For each result of `torch.autograd.grad(create_graph=True)`: its norm, NaN if an input was computed, and the
+        norms of the gradients that it received, None in a backward pass that creates a graph itself."""
         self.finite_step: list[tuple[weakref.ref[nn.Module], bool, list[Tensor]]] = []
         """Module, `has_grad` and norms of the outputs of each call before the last step, if that step was finite."""
         self._has_stepped = self._was_finite = False
@@ -207,12 +207,12 @@ class CallLog:
 
     def note_gradients(self, inputs: Any, results: Any) -> None:
         """Called after `torch.autograd.grad`."""
-        # Modules may use computed inputs as weights, as in MAML: then nothing can be said about the step.
+        # Modules may use computed inputs as weights, as in MAML. The NaN makes the origin unknown.
         factor = 1 if all(tensor.grad_fn is None for tensor in tensors_in(inputs)) else math.nan
         for result in tensors_in(results):
             if result.grad_fn is not None:
                 received: list[Tensor | None] = []
-                self.slopes.append((_norm(result) * factor, received))
+                self.derivatives.append((_norm(result) * factor, received))
                 note = received.append
                 result.register_hook(lambda grad, note=note: note(None if torch.is_grad_enabled() else _norm(grad)))  # type: ignore[no-untyped-call]
 
@@ -226,7 +226,7 @@ class CallLog:
             self.finite_step = finished if self._was_finite else []
             self.calls = [call for call in self.calls if call.is_pending]
             self._has_stepped = self.is_truncated = False
-            self.slopes.clear()
+            self.derivatives.clear()
         if len(self.calls) >= MAX_CALLS:
             # Evaluation and transforms of the data run many calls without gradients between two steps.
             idle = next((i for i, call in enumerate(self.calls) if not call.has_graph), None)
@@ -419,8 +419,8 @@ def _not_reproduced(replay: _Replay) -> Culprit:
 
 
 def _value_from_script(replays: list[_Replay], log: CallLog, loss_value: str) -> str:
-    """The value if the script's own code made NaN or Inf of finite results of `torch.autograd.grad`, otherwise ""."""
-    if not 0 < len(log.slopes) < MAX_CALLS or _nonfinite([norm for norm, _ in log.slopes]):
+    """ "NaN" or "Inf" if the script's own code made it from finite results of `torch.autograd.grad`, otherwise ""."""
+    if not 0 < len(log.derivatives) < MAX_CALLS or _nonfinite([norm for norm, _ in log.derivatives]):
         return ""
     twice = [replay.call for replay in replays if replay.call.is_differentiated_twice]
     used = [(call.args, call.kwargs, _tensors_by_attribute(call.module)) for call in twice]
@@ -430,7 +430,7 @@ def _value_from_script(replays: list[_Replay], log: CallLog, loss_value: str) ->
         if isinstance(getattr(node, "variable", None), nn.Parameter):
             return ""
         nodes += [parent for parent, _ in getattr(node, "next_functions", ()) if parent not in nodes]
-    norms = [norm for _, received in log.slopes if None not in received for norm in received if norm is not None]
+    norms = [norm for _, received in log.derivatives if None not in received for norm in received if norm is not None]
     norms += [_norm(grad) for replay in replays if replay.call not in twice for grad in _received(replay.call)]
     return loss_value or next((value for norm in norms for value in nonfinite_values(norm)), "")
 
