@@ -419,7 +419,7 @@ def _not_reproduced(replay: _Replay) -> Culprit:
 
 
 def _value_from_script(replays: list[_Replay], log: CallLog, loss_value: str) -> str:
-    """NaN or Inf, as text, if the script's own code made it from finite results of `torch.autograd.grad`, otherwise ""."""
+    """The value that the script's own code made from finite results of `torch.autograd.grad`; "" if it made none."""
     if not 0 < len(log.derivatives) < MAX_CALLS or _nonfinite([norm for norm, _ in log.derivatives]):
         return ""
     twice = [replay.call for replay in replays if replay.call.is_differentiated_twice]
